@@ -17,6 +17,7 @@ from recbft_cli.options import (
     DropLastEvents,
     Item,
     KCore,
+    MinHistory,
     MinItemEvents,
     MinUserEvents,
     Separator,
@@ -108,6 +109,7 @@ def show(
     deduplicate: Deduplicate = None,
     where: Where = None,
     drop_last_events: DropLastEvents = None,
+    min_history: MinHistory = None,
 ) -> None:
     """Print counts, history lengths, density and ties of a data set."""
     from recbft.datasets import loading
@@ -139,6 +141,7 @@ def prepare(
     deduplicate: Deduplicate = None,
     where: Where = None,
     drop_last_events: DropLastEvents = None,
+    min_history: MinHistory = None,
 ) -> None:
     """Filter and order events once, and write them as one canonical Parquet file, or for RecBole."""
     from recbft.datasets.loading import source_file_of
@@ -224,9 +227,10 @@ def _print_statistics(dataset: Dataset) -> None:
 
     figures = describe(dataset)
     lengths = "  ".join(f"{name} {value:g}" for name, value in figures.length_quantiles.items())
+    tested = "" if figures.num_tested == figures.num_users else f", {figures.num_tested:,} of them tested"
     rows = [
         ["name", figures.name],
-        ["users", f"{figures.num_users:,}"],
+        ["users", f"{figures.num_users:,}{tested}"],
         ["items", f"{figures.num_items:,}"],
         ["events", f"{figures.num_events:,}"],
         ["history length", f"mean {figures.mean_length:.2f}  {lengths}"],

@@ -90,8 +90,8 @@ def say_unfinished(folder: RunFolder, asked: str) -> None:
 
 def say_long(data: Dataset, part: Part) -> None:
     """Say what is being worked on where it takes more than a few seconds."""
-    if data.num_users * data.num_items > MANY_SCORES:
-        whose = f"the {part.value} items of {data.num_users:,} users"
+    if data.num_tested * data.num_items > MANY_SCORES:
+        whose = f"the {part.value} items of {data.num_tested:,} users"
         typer.echo(f"ranking {whose} among {data.num_items:,} items", err=True)
 
 

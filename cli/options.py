@@ -62,6 +62,11 @@ DropLastEvents = Annotated[
     int | None, typer.Option("--drop-last-events", help="Leave out each user's last events, so many, after all else.")
 ]
 
+MinHistory = Annotated[
+    int | None,
+    typer.Option("--min-history", help="Fewest events of a user: 3, or 2 to train on users too short to be tested."),
+]
+
 
 def of_other_data(context: typer.Context, dataset: str | None, **options: Any) -> dict[str, Any]:
     """How to read the data that ``-d`` names; the run knows how its own were read."""

@@ -172,7 +172,7 @@ def _history(dataset: Dataset, user: str, part: str) -> pd.DataFrame:
     """What a user's held-out item is ranked from."""
     import pandas as pd
 
-    ids = [str(one) for one in dataset.user_ids.tolist()]
+    ids = [str(one) for one in dataset.user_ids[: dataset.num_tested].tolist()]
     if user not in ids:
         raise UserError(f"there is no user {user!r} in {dataset.name!r}; its users have ids such as {ids[0]!r}")
     number = ids.index(user)

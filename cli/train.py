@@ -125,12 +125,16 @@ def train(
 
 def _train(config: RunConfig, out: Path, name: str | None, overwrite: bool, quiet: bool) -> RunFolder:
     """Train into the folder that ``out`` holds for this run."""
+    from recbft.datasets.statistics import remarks
     from recbft.training.one_run import run_name, train
 
     if name is not None and (name in ("", "..") or Path(name).name != name):
         raise UserError(f"--name is {name!r}; give the name of one folder, and with --out the folder that it lies in")
     config = replace(config, data=config.data.resolved())
     dataset = config.data.load()
+    if not quiet:
+        for remark in remarks(dataset):
+            typer.echo(remark, err=True)
     path = out / (name or run_name(config, dataset.name))
     progress = progress_for(config.training.valid_metric, quiet=quiet, opening=f"training into {path}")
     return train(config, path, dataset=dataset, progress=progress, overwrite=overwrite)

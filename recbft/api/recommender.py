@@ -304,9 +304,9 @@ class Recommender:
         """
         trained, dataset = self._fitted(), self.aligned(dataset)
         model = trained.model
-        if users is not None and not (is_whole(users) and 1 <= users <= dataset.num_users):
-            raise UserError(f"users is {users!r}; give 1 to {dataset.num_users:,}, or leave it out for all of them")
-        rows = None if users is None else np.sort(np.random.default_rng(0).permutation(dataset.num_users)[:users])
+        if users is not None and not (is_whole(users) and 1 <= users <= dataset.num_tested):
+            raise UserError(f"users is {users!r}; give 1 to {dataset.num_tested:,}, or leave it out for all of them")
+        rows = None if users is None else np.sort(np.random.default_rng(0).permutation(dataset.num_tested)[:users])
         if not (is_whole(samples) and samples >= 1):
             raise UserError(f"samples is {samples!r}; give a whole number of at least 1")
         memory_mb = self.config.evaluation.memory_mb

@@ -36,6 +36,7 @@ class DataConfig:
     deduplicate: Literal["first", "last"] | None = None
     where: str | None = None
     drop_last_events: int = 0
+    min_history: int = 3
 
     def __post_init__(self) -> None:
         if self.dataset is not None and not self.dataset:

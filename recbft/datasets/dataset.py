@@ -12,10 +12,11 @@ train.
     history of user u     e_1 ... e_{n-2}   e_{n-1}       e_n
                           training          validation    test          n = offsets[u+1] - offsets[u] >= 3
 
+A user of two events, where such are kept (``Preparation.min_history``), trains on both; these users come last.
 Validation ranks from the training events, test from training and validation events. Nothing is copied and no prefix is
 written out: a view is two bounds and a target per user.
 
-Shapes: U users, V items, E events.
+Shapes: U users, T of them tested, V items, E events.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ DEFAULT_PREPARATION = Preparation()
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Dataset:
-    """Histories of at least 3 events; users are numbered by first appearance in the source, items in the histories.
+    """Histories; users are numbered by first appearance in the source, items in the histories.
+
+    Those of at least 3 events are tested; others, where they were asked for, come after them and only train.
 
     User u's history, oldest first, is ``items[offsets[u] : offsets[u + 1]]``, item indices 1..V. The arrays belong to
     the data set: do not write to them.
@@ -70,7 +73,8 @@ class Dataset:
 
     def __post_init__(self) -> None:
         assert self.offsets[0] == 0 and self.offsets[-1] == len(self.items), "offsets span the events"
-        assert len(self.offsets) == len(self.user_ids) + 1 and np.diff(self.offsets).min() >= MIN_HISTORY
+        assert len(self.offsets) == len(self.user_ids) + 1 and self.lengths.min() >= 1
+        assert (np.diff((self.lengths >= MIN_HISTORY).astype(int)) <= 0).all(), "who is tested comes first"
         assert self.items.min() >= 1 and self.items.max() <= len(self.item_ids), "item indices are 1..V"
         assert self.times is None or len(self.times) == len(self.items)
 
@@ -183,6 +187,11 @@ class Dataset:
         """U."""
         return len(self.user_ids)
 
+    @cached_property
+    def num_tested(self) -> int:
+        """T, the users with an event to test and one to validate on; they are the first of all."""
+        return int((self.lengths >= MIN_HISTORY).sum())
+
     @property
     def num_items(self) -> int:
         """V, padding not counted."""
@@ -200,8 +209,9 @@ class Dataset:
 
     @cached_property
     def training_counts(self) -> NDArray[np.int64]:
-        """Events per item over the training events (all but each user's last two), (V+1,); index 0 holds 0."""
-        held_out = np.concatenate([self.offsets[1:] - 1, self.offsets[1:] - 2])
+        """Events per item over the training events (all but the last two of each user who is tested), (V+1,)."""
+        stop = self.offsets[1 : self.num_tested + 1]
+        held_out = np.concatenate([stop - 1, stop - 2])
         everywhere = np.bincount(self.items, minlength=self.num_items + 1)
         return everywhere - np.bincount(self.items[held_out], minlength=self.num_items + 1)
 
@@ -220,9 +230,10 @@ class Dataset:
 
     @cached_property
     def target_hash(self) -> str:
-        """SHA-256 of each user's raw id and raw test target, in user order: equal hashes mean the same test."""
-        targets = self.item_ids[self.items[self.offsets[1:] - 1] - 1]
-        return _sha256("recbft targets 1", *_text_parts(self.user_ids), *_text_parts(targets))
+        """SHA-256 of each tested user's raw id and raw test target, in order: equal hashes mean the same test."""
+        T = self.num_tested
+        targets = self.item_ids[self.items[self.offsets[1 : T + 1] - 1] - 1]
+        return _sha256("recbft targets 1", *_text_parts(self.user_ids[:T]), *_text_parts(targets))
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -311,11 +322,11 @@ def _sha256(*parts: str | bytes | NDArray[np.int64]) -> str:
 
 
 class View(NamedTuple):
-    """One prediction task per user: from ``items[start:stop]`` predict ``target``."""
+    """One prediction task per tested user: from ``items[start:stop]`` predict ``target``."""
 
-    start: NDArray[np.int64]  # (U,)
-    stop: NDArray[np.int64]  # (U,) stop > start
-    target: NDArray[np.int64]  # (U,) item index
+    start: NDArray[np.int64]  # (T,)
+    stop: NDArray[np.int64]  # (T,) stop > start
+    target: NDArray[np.int64]  # (T,) item index
 
     def rows(self, which: NDArray[np.int64] | slice) -> View:
         """The tasks of some users, by row."""
@@ -340,10 +351,12 @@ def leave_one_out(dataset: Dataset) -> Split:
     >>> split.training_stop.tolist(), split.validation.target.tolist(), split.test.target.tolist()
     ([2], [3], [4])
     """
-    start, stop = dataset.offsets[:-1], dataset.offsets[1:]
+    T = dataset.num_tested
+    held_out = np.where(np.arange(dataset.num_users) < T, 2, 0)
+    start, stop = dataset.offsets[:T], dataset.offsets[1 : T + 1]
     return Split(
-        training_start=start,
-        training_stop=stop - 2,
+        training_start=dataset.offsets[:-1],
+        training_stop=dataset.offsets[1:] - held_out,
         validation=View(start=start, stop=stop - 2, target=dataset.items[stop - 2]),
         test=View(start=start, stop=stop - 1, target=dataset.items[stop - 1]),
     )

@@ -162,11 +162,14 @@ def find_events(
     earlier = None if stored is None else stored["preparation"]
     if stored is not None and "time" not in asked:
         chosen = replace(chosen, time=USUAL_TIME if stored["has_times"] else None)
-    if earlier is not None and preparation.to_dict() == earlier.get("filters"):
+    was = None if earlier is None else Preparation(**earlier.get("filters", {}))
+    if preparation == was:
         preparation = Preparation()  # what the file was prepared with: its columns may be gone
     untouched = not asked and preparation == Preparation()
     if preparation != Preparation():
         chosen = replace(chosen, preparation=preparation)
+    elif was is not None:
+        chosen = replace(chosen, preparation=Preparation(min_history=was.min_history))
     events = read_events(path, chosen)
     if known is None and stored is None:
         named = {"user": chosen.user, "item": chosen.item, "time": chosen.time}

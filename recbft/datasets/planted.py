@@ -55,7 +55,8 @@ def planted_reliability(
             return None
         items, users = map(pd.read_parquet, truth_files(place))
     return PlantedReliability(
-        items=_reliability(items, "item_id", dataset.item_ids), users=_reliability(users, "user_id", dataset.user_ids)
+        items=_reliability(items, "item_id", dataset.item_ids),
+        users=_reliability(users, "user_id", dataset.user_ids[: dataset.num_tested]),
     )
 
 

@@ -3,9 +3,11 @@
 The steps, in this order: keep the rows that satisfy ``where``; gather each user's rows in row order (or, where times
 are given, by a stable sort on time: ties keep their row order); drop repeated (user, item) pairs; drop users and items
 with too few events until none is left (the thresholds hold together in what is left); leave out each user's last
-events. Users with fewer than 3 events cannot be split and are always dropped and counted.
+events. Users with fewer than 3 events cannot be split: they are dropped and counted, or with ``min_history`` 2 those of
+two events train, and are never evaluated.
 
-Users are numbered by first appearance among the kept rows, items by first appearance in the finished histories.
+Users are numbered by first appearance among the kept rows, those that only train after all others; items by first
+appearance in the finished histories.
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ class Preparation:
             value is blank, or a word such as NULL, does not satisfy it.
         drop_last_events: leave out so many of each user's last events, after everything else: the same users one event
             earlier, on which to see whether a result holds.
+        min_history: the fewest events of a user: 3, one each to train, validate and test, or 2, with which users of
+            two events train on both and are not evaluated.
     """
 
     k_core: int = 0
@@ -56,6 +60,7 @@ class Preparation:
     deduplicate: str | None = None
     where: str | None = None
     drop_last_events: int = 0
+    min_history: int = MIN_HISTORY
 
     def __post_init__(self) -> None:
         for name in ("k_core", "min_user_events", "min_item_events", "drop_last_events"):
@@ -63,6 +68,12 @@ class Preparation:
             if not (is_whole(value) and value >= 0):
                 raise UserError(f"{name} is {value!r}; give a whole number >= 0 (0 is off)")
             object.__setattr__(self, name, int(value))  # numpy's cannot be written down
+        if not (is_whole(self.min_history) and 2 <= self.min_history <= MIN_HISTORY):
+            raise UserError(
+                f"min_history is {self.min_history!r}; give 3, or 2 to train on users of two events too "
+                "(min_user_events leaves out users of fewer events than a larger number)"
+            )
+        object.__setattr__(self, "min_history", int(self.min_history))
         if self.deduplicate not in (None, "first", "last"):
             raise UserError(f"deduplicate is {self.deduplicate!r}; choose 'first', 'last' or None")
         self.conditions()
@@ -114,22 +125,27 @@ def prepare(events: Events, preparation: Preparation) -> Prepared:
         warn_if_newest_first(events.source, users, times[order], order, stacklevel=4)
     fresh = _not_duplicated(users, items, preparation.deduplicate)
     alive, short, below = _hold_minimums(users, items, fresh, preparation)
-    if not alive.any():
+    if not _has_a_test(users, alive):
         raise UserError(
             f"{events.source}: no user has {MIN_HISTORY} events after filtering ({len(events):,} events of "
             f"{len(events.user.unique()):,} users read; {len(kept):,} of {len(user_names):,} users after the row "
             f"filter, {fresh.sum():,} after de-duplication); check the user column, or loosen the filters and minimum "
             "counts"
         )
-    alive, last, too_short = _drop_last(users, alive, preparation.drop_last_events)
-    if not alive.any():
+    alive, last, too_short = _drop_last(users, alive, preparation)
+    if not _has_a_test(users, alive):
         raise UserError(
             f"{events.source}: no user has {MIN_HISTORY} events left without the last {preparation.drop_last_events}; "
             "lower drop_last_events"
         )
-    users, items = users[alive], items[alive]
+    users, items, order = users[alive], items[alive], order[alive]
     lengths = np.bincount(users, minlength=len(user_names))
+    only_trains = lengths < MIN_HISTORY
+    if only_trains[users].any():
+        last_ones = np.argsort(only_trains[users], kind="stable")
+        users, items, order = users[last_ones], items[last_ones], order[last_ones]
     present = np.flatnonzero(lengths)
+    present = present[np.argsort(only_trains[present], kind="stable")]
     item_codes, first_items = pd.factorize(items)
     user_ids, item_ids = _raw(user_names, present), _raw(item_names, np.asarray(first_items))
     record = {
@@ -146,14 +162,14 @@ def prepare(events: Events, preparation: Preparation) -> Prepared:
             "events_filtered_out": len(events) - len(kept),
             "events_repeated": int(len(fresh) - fresh.sum()),
             "users_below_minimum": below,
-            "users_under_3_events": short + too_short,
+            f"users_under_{preparation.min_history}_events": short + too_short,
             **({"last_events": last} if preparation.drop_last_events else {}),
         },
     }
     return Prepared(
         items=item_codes.astype(np.int64) + 1,
         offsets=np.concatenate([[0], np.cumsum(lengths[present])]).astype(np.int64),
-        times=None if times is None else times[order][alive],
+        times=None if times is None else times[order],
         user_ids=user_ids,
         item_ids=item_ids,
         preparation=record,
@@ -218,8 +234,8 @@ def _hold_minimums(
     """Drop users and items below their minimum until none is left.
 
     Returns:
-        The events that stay, the number of users dropped for having fewer than 3 events though they met the asked-for
-        minimum, and the number of users dropped for not meeting it.
+        The events that stay, the number of users dropped for having fewer than ``min_history`` events though they met
+        the asked-for minimum, and the number of users dropped for not meeting it.
     """
     if len(users) == 0:
         return alive, 0, 0
@@ -230,8 +246,8 @@ def _hold_minimums(
     while True:
         per_user = np.bincount(users[alive], minlength=num_users)
         per_item = np.bincount(items[alive], minlength=num_items)
-        short += int(((per_user > 0) & (per_user < MIN_HISTORY) & (per_user >= min_user)).sum())
-        stay = alive & (per_user >= max(min_user, MIN_HISTORY))[users] & (per_item >= min_item)[items]
+        short += int(((per_user > 0) & (per_user < preparation.min_history) & (per_user >= min_user)).sum())
+        stay = alive & (per_user >= max(min_user, preparation.min_history))[users] & (per_item >= min_item)[items]
         if stay.sum() == alive.sum():
             gone = num_users - int((per_user > 0).sum())
             if min_user == 0:  # whose events went all at once have missed no minimum that was asked for
@@ -240,17 +256,24 @@ def _hold_minimums(
         alive = stay
 
 
-def _drop_last(users: NDArray[np.int64], alive: NDArray[np.bool_], number: int) -> tuple[NDArray[np.bool_], int, int]:
-    """Leave out the last events of each user, and who has fewer than 3 then; users stand one after the other.
+def _has_a_test(users: NDArray[np.int64], alive: NDArray[np.bool_]) -> bool:
+    return bool((np.bincount(users[alive]) >= MIN_HISTORY).any())
+
+
+def _drop_last(
+    users: NDArray[np.int64], alive: NDArray[np.bool_], preparation: Preparation
+) -> tuple[NDArray[np.bool_], int, int]:
+    """Leave out the last events of each user, and who has too few then; users stand one after the other.
 
     Returns:
         The events that stay, how many were the last ones of their user, and how many users are gone.
     """
+    number = preparation.drop_last_events
     if number == 0:
         return alive, 0, 0
     per_user = np.bincount(users[alive])
     from_end = np.repeat(np.cumsum(per_user), per_user) - np.arange(alive.sum())  # 1 of a user's last event
-    is_last, stays = from_end <= number, per_user - number >= MIN_HISTORY
+    is_last, stays = from_end <= number, per_user - number >= preparation.min_history
     left = alive.copy()
     left[alive] = ~is_last & stays[users[alive]]
     return left, int(is_last.sum()), int(((per_user > 0) & ~stays).sum())

@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.events import shown_time
+from recbft.datasets.row_order import item_order
 
+WORTH_SAYING = 0.01  # of neighbours
 LENGTH_QUANTILES = {"min": 0.0, "25%": 0.25, "50%": 0.5, "75%": 0.75, "90%": 0.9, "max": 1.0}
 
 
@@ -20,6 +22,7 @@ class DatasetStatistics:
 
     name: str
     num_users: int
+    num_tested: int  # of the users
     num_items: int
     num_events: int
     mean_length: float
@@ -41,23 +44,21 @@ class DatasetStatistics:
 
 def describe(dataset: Dataset) -> DatasetStatistics:
     """Compute the statistics of a data set."""
-    last = dataset.offsets[1:] - 1
+    last = dataset.offsets[1 : dataset.num_tested + 1] - 1
     quantiles = np.quantile(dataset.lengths, list(LENGTH_QUANTILES.values()))
     tied_neighbours, tied_last_two, span = None, None, (None, None)
-    if dataset.times is not None:
+    tied = tied_with_before(dataset)
+    if dataset.times is not None and tied is not None:
         unit = dataset.preparation.get("time_unit")
         span = (shown_time(int(dataset.times.min()), unit), shown_time(int(dataset.times.max()), unit))
-        tied = dataset.times[1:] == dataset.times[:-1]
-        between_users = dataset.offsets[1:-1] - 1
-        same_user = np.ones(dataset.num_events - 1, dtype=bool)
-        same_user[between_users] = False
-        tied_neighbours = float(tied[same_user].mean())
-        tied_last_two = float(tied[last - 1].mean())
+        tied_neighbours = float(tied.sum() / (dataset.num_events - dataset.num_users))
+        tied_last_two = float(tied[last].mean())
     users = np.repeat(np.arange(dataset.num_users), dataset.lengths)
     num_pairs = len(distinct(users * (dataset.num_items + 1) + dataset.items))
     return DatasetStatistics(
         name=dataset.name,
         num_users=dataset.num_users,
+        num_tested=dataset.num_tested,
         num_items=dataset.num_items,
         num_events=dataset.num_events,
         mean_length=dataset.num_events / dataset.num_users,
@@ -72,6 +73,39 @@ def describe(dataset: Dataset) -> DatasetStatistics:
         content_hash=dataset.content_hash,
         target_hash=dataset.target_hash,
     )
+
+
+def remarks(dataset: Dataset) -> list[str]:
+    """What who trains on a data set should know of it, a line each: users left out, and times that are equal."""
+    record, lines = dataset.preparation, []
+    short = {name: number for name, number in record.get("dropped", {}).items() if name.startswith("users_under_")}
+    for name, number in short.items():
+        if number:
+            more = "; min_history=2 trains on those of 2" if record["filters"].get("min_history", 3) > 2 else ""
+            users = f"{number:,} of {record['before']['users']:,} users"
+            lines.append(f"left out: {users}, who have {name.removeprefix('users_').replace('_', ' ')}{more}")
+    if dataset.num_tested < dataset.num_users:
+        lines.append(f"trained on and not tested: {dataset.num_users - dataset.num_tested:,} users of 2 events")
+    tied = tied_with_before(dataset)
+    if tied is not None and (share := tied.sum() / (dataset.num_events - dataset.num_users)) >= WORTH_SAYING:
+        users = np.repeat(np.arange(dataset.num_users), dataset.lengths)
+        rank = np.empty(dataset.num_items, dtype=np.int64)
+        rank[np.argsort(dataset.item_ids, kind="stable")] = np.arange(dataset.num_items)
+        found = item_order(users, rank[dataset.items - 1], among=tied)
+        order = "which says nothing of time" if found is None else f"in which item ids {found}"
+        last = f"{describe(dataset).tied_last_two:.1%} of the test items"
+        who = f"{share:.1%} of a user's neighbouring events, {last}"
+        lines.append(f"equal times: {who}; these stay in the order of the rows, {order}")
+    return lines
+
+
+def tied_with_before(dataset: Dataset) -> NDArray[np.bool_] | None:
+    """Which events have the time of the same user's event before, (E,); None where the data has no times."""
+    if dataset.times is None:
+        return None
+    tied = np.append(False, dataset.times[1:] == dataset.times[:-1])
+    tied[dataset.offsets[:-1]] = False
+    return tied
 
 
 def distinct(values: NDArray[np.int64]) -> NDArray[np.int64]:

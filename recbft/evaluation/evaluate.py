@@ -123,7 +123,7 @@ def evaluate(
         filter_seen=filter_seen,
         per_user=pd.DataFrame(
             {
-                "user": dataset.user_ids,
+                "user": dataset.user_ids[:num_users],
                 "history_length": view.stop - view.start,
                 "target": dataset.decode(view.target),
                 "target_count": dataset.training_counts[view.target],

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from recbft.datasets import Dataset, Preparation
+from recbft.datasets import Dataset, Preparation, leave_one_out
 from recbft.errors import UserError
 
 
@@ -45,6 +45,30 @@ def test_users_with_fewer_than_three_events_are_dropped_and_counted():
     assert dataset.preparation["dropped"]["users_under_3_events"] == 2
     assert dataset.preparation["before"] == {"users": 3, "items": 4, "events": 6}
     assert dataset.preparation["after"] == {"users": 1, "items": 3, "events": 3}
+
+
+def test_users_of_two_events_may_train_and_are_not_tested(tmp_path):
+    frame = log("b:x a:x b:y c:q a:y a:z d:w d:x d:y d:z")
+    dataset = Dataset.from_frame(frame, preparation=Preparation(min_history=2))
+    assert histories(dataset) == {"a": ["x", "y", "z"], "d": ["w", "x", "y", "z"], "b": ["x", "y"]}
+    assert dataset.user_ids.tolist() == ["a", "d", "b"], "who only trains comes last"
+    assert dataset.preparation["dropped"]["users_under_2_events"] == 1
+    split = leave_one_out(dataset)
+    training = [dataset.items[a:b] for a, b in zip(split.training_start, split.training_stop, strict=True)]
+    assert [dataset.decode(items).tolist() for items in training] == [["x"], ["w", "x"], ["x", "y"]]
+    assert dataset.decode(split.validation.target).tolist() == ["y", "y"]
+    assert dataset.decode(split.test.target).tolist() == ["z", "z"]
+    counts = dict(zip(dataset.item_ids.tolist(), dataset.training_counts[1:].tolist(), strict=True))
+    assert counts == {"x": 3, "y": 1, "z": 0, "w": 1}
+    assert dataset.target_hash == Dataset.from_frame(frame).target_hash, "the same test"
+    dataset.save(tmp_path / "kept.parquet")
+    again = Dataset.load(tmp_path / "kept.parquet")
+    assert (again.content_hash, again.num_tested) == (dataset.content_hash, 2)
+
+
+def test_users_of_two_events_need_others_to_be_tested():
+    with pytest.raises(UserError, match="no user has 3 events after filtering"):
+        Dataset.from_frame(log("a:x a:y b:x b:y"), preparation=Preparation(min_history=2))
 
 
 @pytest.mark.parametrize(("keep", "expected"), [(None, "x y x z y"), ("first", "x y z"), ("last", "x z y")])
@@ -203,6 +227,7 @@ def test_no_user_left_is_an_error_with_counts():
         ({"k_core": -1}, "k_core is -1; give a whole number >= 0"),
         ({"drop_last_events": 0.5}, "drop_last_events is 0.5; give a whole number >= 0"),
         ({"min_user_events": 2.5}, "min_user_events is 2.5; give a whole number >= 0"),
+        ({"min_history": 5}, "min_history is 5; give 3, or 2 to train on users of two events too"),
         ({"deduplicate": "both"}, "deduplicate is 'both'; choose 'first', 'last' or None"),
         ({"where": "rating is good"}, "row filter 'rating is good' cannot be read; write COLUMN>=NUMBER"),
         ({"where": "rating>=1.2.3"}, "row filter 'rating>=1.2.3' cannot be read"),
