@@ -144,15 +144,15 @@ def prepare(
     min_history: MinHistory = None,
 ) -> None:
     """Filter and order events once, and write them as one canonical Parquet file, or for RecBole."""
-    from recbft.datasets.loading import source_file_of
+    from recbft.datasets.loading import source_files_of
     from recbft.system.files import refuse_input
 
-    source_file = source_file_of(source, data_root)
-    if source_file is not None:
-        refuse_input(out, source_file)
+    source_files = source_files_of(source, data_root)
+    for file in source_files:
+        refuse_input(out, file)
     dataset = _load(locals())
     if to is Target.recbole:
-        config = _export(dataset, out, source_file)
+        config = _export(dataset, out, source_files)
         _print_statistics(dataset)
         typer.echo(f"\nwritten to {out}; train on it with: recbft train --config {config}")
         return
@@ -184,13 +184,13 @@ def synth(
     typer.echo("written: " + ", ".join(map(str, files)))
 
 
-def _export(dataset: Dataset, folder: Path, source: Path | None) -> Path:
+def _export(dataset: Dataset, folder: Path, sources: list[Path]) -> Path:
     """Write the atomic file, unless it is the source, and, beside its folder, the config that names it."""
     from recbft.datasets.atomic import save_atomic
     from recbft.system.files import refuse_input, write_atomic
 
     name = _recbole_name(dataset.name)
-    if source is not None:
+    for source in sources:
         refuse_input(folder / name / f"{name}.inter", source)
     save_atomic(dataset, folder, name)
     config = folder.resolve() / f"{name}.yaml"

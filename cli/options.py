@@ -44,7 +44,10 @@ Time = Annotated[
     str | None, typer.Option("--time", metavar="COLUMN", help="Column to order by; otherwise the row order counts.")
 ]
 Separator = Annotated[
-    str | None, typer.Option("--separator", metavar="TEXT", help="Between the fields of a text file, such as '::'.")
+    str | None,
+    typer.Option(
+        "--separator", metavar="TEXT", help="Between the fields of a text file: '::', tab, ... ; seen if left out."
+    ),
 ]
 Columns = Annotated[
     str | None, typer.Option("--columns", metavar="A,B,...", help="All column names of a text file without a header.")
@@ -80,11 +83,11 @@ def from_shell(**options: Any) -> dict[str, Any]:
     from recbft.config.fields import Verbatim
 
     given = {name: value for name, value in options.items() if value is not None}
-    given |= {name: Verbatim(given[name]) for name in ("user", "item", "time") if name in given}  # called "none" or so
+    given |= {
+        name: Verbatim(given[name]) for name in ("user", "item", "time", "separator") if name in given
+    }  # "none", "~"
     if "columns" in given:
         given["columns"] = [column.strip() for column in given["columns"].split(",")]
-    if "separator" in given:
-        given["separator"] = given["separator"].replace("\\t", "\t")
     return given
 
 

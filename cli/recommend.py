@@ -62,7 +62,7 @@ def recommend(
         raise UserError(f"{out}: the ending {out.suffix!r} is not known; let the name end in .parquet or .csv")
 
     from recbft.api import Recommender
-    from recbft.datasets.formats import atomic_file
+    from recbft.datasets.formats import source_files
     from recbft.experiments.processes import terminable
     from recbft.runs.folder import RunFolder
     from recbft.serving.histories import histories_from_file
@@ -70,7 +70,7 @@ def recommend(
     from recbft.system.files import refuse_input
 
     if out is not None:
-        for source in (atomic_file(histories), exclude, candidates):
+        for source in (*source_files(histories), exclude, candidates):
             if source is not None:
                 refuse_input(out, source)
     how = from_shell(user=user, item=item, time=time, separator=separator, columns=columns)
@@ -83,7 +83,8 @@ def recommend(
             filters = _filters(file, folder.protocol, how)
             events = histories_from_file(file, **how, **filters)
         _say_left_out(events.attrs, **filters)
-        barred, only = _ids(exclude), _ids(candidates)
+        item_column = recommender.config.data.item
+        barred, only = _ids(exclude, item_column), _ids(candidates, item_column)
         blocks = recommender.recommend_in_blocks(events, k, filter_seen=not keep_seen, exclude=barred, candidates=only)
         del events  # the blocks know what they need of them
         _report(summed(_write(blocks, out)), k)
@@ -176,16 +177,26 @@ def _report(attrs: dict[Any, Any], k: int) -> None:
         typer.echo(f"users with fewer than {k:,} items left: {short:,}, the fewest {fewest:,}", err=True)
 
 
-def _ids(file: Path | None) -> list[str] | None:
-    """The lines of a file that are not blank, as they stand."""
+def _ids(file: Path | None, item: str | None) -> Sequence[Any] | None:
+    """The lines of a file that are not blank, as they stand; of a Parquet file its items, or its only column."""
+    from recbft.datasets.formats import column_names, ending, read_table
+
     if file is None:
         return None
+    if ending(file) in (".parquet", ".pq"):
+        names = column_names(file)
+        usual = [name for name in ("item_id", "item", item) if name in names]
+        name = usual[0] if usual else names[0] if len(names) == 1 else "item_id"
+        ids: list[Any] = read_table(file, [name]).column(name).to_pylist()
+        return ids
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
     except OSError as error:
-        raise UserError(f"{file}: {error.strerror or error}; give a text file with one item id per line") from None
+        raise UserError(
+            f"{file}: {error.strerror or error}; give a text file with one item id per line, or Parquet"
+        ) from None
     return [line.rstrip("\r") for line in lines if line.strip()]
 
 

@@ -85,6 +85,11 @@ def is_text(kind: Any) -> bool:
     return str(kind) in ("string", "large_string", "string_view")
 
 
+def is_list(kind: Any) -> bool:
+    """Whether an arrow type is one of the list types."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
 def is_blank(column: Any) -> Any:
     """A mask of what is null or no number; in half precision arrow 18 does not know the latter."""
     whole = column.cast(pa.float32()) if pa.types.is_float16(column.type) else column

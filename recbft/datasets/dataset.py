@@ -45,7 +45,7 @@ from recbft.datasets.row_order import time_columns, warn_if_rows_are_unordered
 from recbft.datasets.synth import SyntheticConfig, synthetic_events
 from recbft.datasets.vocabulary import Vocabulary, shown_id
 from recbft.errors import UserError
-from recbft.system.files import write_parquet
+from recbft.system.files import user_path, write_parquet
 
 DEFAULT_PREPARATION = Preparation()
 
@@ -171,7 +171,7 @@ class Dataset:
 
     def save(self, path: str | Path) -> None:
         """Write the canonical Parquet file (user_id, item_id, timestamp if there are times), which ``load`` reads."""
-        path = Path(path)
+        path = user_path(path)
         if path.suffix.lower() not in (".parquet", ".pq"):
             raise UserError(f"{path}: the canonical file is Parquet; let its name end in .parquet")
         users = self.user_ids[np.repeat(np.arange(self.num_users), self.lengths)]

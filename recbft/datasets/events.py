@@ -31,6 +31,7 @@ from recbft.datasets.columns import (
     check_columns,
     flat,
     is_blank,
+    is_list,
     is_text,
     refuse_first,
     stands_for_nothing,
@@ -51,6 +52,7 @@ ALIKE = (
 )
 UNITS = tuple(TICKS_PER_SECOND)  # each a thousand times finer than the one before
 OUR_TIME = (978_307_200, 4_102_444_800)  # the years 2001 to 2099, in seconds since 1970
+LIST = r"^\s*\[.*\]\s*$"  # written in a cell
 MOST_DIGITS = 18  # after the point of a number in a rare spelling
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]{1,4})?$")
 _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}($|[T ])")
@@ -84,6 +86,8 @@ class Events:
     ) -> Events:
         """Check the named columns of a pyarrow table and keep them.
 
+        Where the cells of ``item`` are lists, each is a history: a row stands for as many events.
+
         Raises:
             UserError: a named column is missing, is named twice, or holds a blank, an id that is neither integer nor
                 text, or a time that is neither a date nor a whole number >= 0.
@@ -92,6 +96,7 @@ class Events:
         if len(set(roles)) < len(roles):
             raise UserError(f"{source}: user, item and time must be columns of their own, not {', '.join(roles)}")
         check_columns(table.column_names, [*roles, *extra], source)
+        table = _one_event_per_row(table, [*roles, *extra], user, item, source)
         times, unit = (None, None) if time is None else read_times(flat(table, time), time, source)
         return cls(
             source=source,
@@ -112,11 +117,40 @@ def largest_exact(bits: int) -> int:
     return int(2 ** FLOAT_DIGITS.get(bits, 53)) - 1
 
 
+def _one_event_per_row(table: Any, wanted: Sequence[str], user: str, item: str, source: str) -> Any:
+    """A table whose lists of items, and of whatever stands beside them, have become rows."""
+    items = table.column(item)
+    if not is_list(items.type) or is_list(table.schema.field(user).type):
+        return table
+    items = items.combine_chunks()
+    lengths, rows = pc.fill_null(pc.list_value_length(items), 0), pc.list_parent_indices(items)
+    made = {}
+    for name in dict.fromkeys(wanted):
+        column = table.column(name).combine_chunks()
+        if not is_list(column.type):
+            made[name] = column.take(rows)
+            continue
+        others = pc.fill_null(pc.list_value_length(column), 0)
+        row = pc.index(pc.not_equal(others, lengths), True).as_py()
+        if row >= 0:
+            raise UserError(
+                f"{source}: row {row + 1}: column {item!r} holds a list of {lengths[row]} and {name!r} one of "
+                f"{others[row]}; write lists of equal length"
+            )
+        made[name] = pc.list_flatten(column)
+    return pa.table(made)
+
+
 def _ids(column: Any, name: str, source: str) -> Any:
     kind = column.type
     refuse_first(is_blank(column), column, name, source, BLANK_ID)
     if is_text(kind):
         refuse_first(pc.equal(pc.utf8_trim_whitespace(column), ""), column, name, source, BLANK_ID)
+        if len(column) and pc.all(pc.match_substring_regex(column.slice(0, 1000), LIST)).as_py():
+            raise UserError(
+                f"{source}: column {name!r} holds lists as text, such as {column[0].as_py()[:60]!r}; write one event "
+                "per row, or lists as such (Parquet, JSON lines, a frame)"
+            )
         return column
     if pa.types.is_floating(kind):
         return pa.array(_whole_numbers(column, name, source, "but an id must be a whole number or a text"))
@@ -127,7 +161,7 @@ def _ids(column: Any, name: str, source: str) -> Any:
     if len(column) == 0:
         return column
     raise UserError(
-        f"{source}: column {name!r} has type {kind}, but ids must be whole numbers or text, one per row; "
+        f"{source}: column {name!r} has type {str(kind)[:60]}, but ids must be whole numbers or text, one per row; "
         "make it text (in pandas: .astype(str))"
     )
 

@@ -28,10 +28,21 @@ import yaml
 
 from recbft.datasets.columns import flat, whole_numbers_of
 from recbft.datasets.events import USUAL_TIME, Events
-from recbft.datasets.formats import FORMATS, TEXT_FORMATS, atomic_file, column_names, file_format, read_table, reading
+from recbft.datasets.formats import (
+    FORMATS,
+    TEXT_FORMATS,
+    atomic_file,
+    column_names,
+    file_format,
+    is_pattern,
+    read_table,
+    reading,
+    source_files,
+)
 from recbft.datasets.prepare import Preparation
 from recbft.datasets.row_order import time_columns, warn_if_rows_are_unordered
 from recbft.errors import UserError, did_you_mean
+from recbft.system.files import user_path
 
 METADATA_KEY = b"recbft"
 DATA_ROOT_VARIABLE = "RECBFT_DATA_ROOT"
@@ -102,7 +113,7 @@ def root_folder(data_root: str | Path | None) -> Path | None:
     chosen = data_root or os.environ.get(DATA_ROOT_VARIABLE) or None
     if chosen is None:
         return None
-    folder = Path(os.path.expanduser(chosen))
+    folder = user_path(chosen)
     if not folder.is_dir():
         said_by = "the data root" if data_root else f"the data root (from {DATA_ROOT_VARIABLE})"
         raise UserError(f"{folder}: {said_by} is not a folder; create it or name another")
@@ -179,15 +190,15 @@ def find_events(
     if earlier is not None:
         unit = earlier.get("time_unit") if chosen.time == USUAL_TIME else None
         record |= {"time_unit": unit, "earlier": earlier}
-    name = known.name if known is not None else path.name.partition(".")[0] if stored is None else stored["name"]
+    name = known.name if known is not None else _name_of(path) if stored is None else stored["name"]
     as_saved = None if named else earlier
     check = partial(_warn_if_other, path, file, known) if known is not None and untouched else None
     return FoundEvents(events, name, chosen.preparation, named, record, as_saved, check)
 
 
-def source_file_of(name_or_path: str | Path, data_root: str | Path | None) -> Path | None:
-    """The file that is read for a name; None if nothing is read."""
-    return None if str(name_or_path) == SYNTHETIC else _locate(name_or_path, data_root)[0]
+def source_files_of(name_or_path: str | Path, data_root: str | Path | None) -> list[Path]:
+    """The files that are read for a name; none for the generator's."""
+    return [] if str(name_or_path) == SYNTHETIC else source_files(_locate(name_or_path, data_root)[0])
 
 
 def _locate(name_or_path: str | Path, data_root: str | Path | None) -> tuple[Path, CardFile, Card | None]:
@@ -195,8 +206,8 @@ def _locate(name_or_path: str | Path, data_root: str | Path | None) -> tuple[Pat
     name = str(name_or_path)
     if name in card_names():
         return *find(card(name), data_root), card(name)
-    path = Path(os.path.expanduser(name))
-    looks_like_a_file = isinstance(name_or_path, Path) or path.suffix != "" or len(path.parts) > 1
+    path = user_path(name)
+    looks_like_a_file = isinstance(name_or_path, Path) or is_pattern(path) or path.suffix != "" or len(path.parts) > 1
     if not looks_like_a_file and not path.exists():
         folder = root_folder(data_root)
         places = [] if folder is None else [folder / name, *(folder / f"{name}{ending}" for ending in FORMATS)]
@@ -206,6 +217,14 @@ def _locate(name_or_path: str | Path, data_root: str | Path | None) -> tuple[Pat
         path = found
     path = atomic_file(path)
     return path, CardFile(path=str(path)), None
+
+
+def _name_of(path: Path) -> str:
+    """What data of a file are called: as the file without its endings, or as the folder of several."""
+    if path.is_file():
+        return path.name.partition(".")[0]
+    folder = next((place for place in (path, *path.parents) if not is_pattern(place)), path)
+    return folder.resolve().name or "events"
 
 
 def read_events(path: Path, how: CardFile) -> Events:
@@ -233,7 +252,7 @@ def read_events(path: Path, how: CardFile) -> Events:
         whole, names = with_likely() if found is None else (table, found)
         return {name: flat(whole, name) for name in names}
 
-    if file_format(path, delimited=separator is not None or columns is not None) in TEXT_FORMATS:
+    if file_format(source_files(path)[0], delimited=separator is not None or columns is not None) in TEXT_FORMATS:
         for name in (how.user, how.item):
             place = table.column_names.index(name)
             table = table.set_column(place, name, whole_numbers_of(table.column(place)))

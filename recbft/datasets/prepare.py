@@ -129,8 +129,7 @@ def prepare(events: Events, preparation: Preparation) -> Prepared:
         raise UserError(
             f"{events.source}: no user has {MIN_HISTORY} events after filtering ({len(events):,} events of "
             f"{len(events.user.unique()):,} users read; {len(kept):,} of {len(user_names):,} users after the row "
-            f"filter, {fresh.sum():,} after de-duplication); check the user column, or loosen the filters and minimum "
-            "counts"
+            f"filter, {fresh.sum():,} after de-duplication); {_advice(events)}"
         )
     alive, last, too_short = _drop_last(users, alive, preparation)
     if not _has_a_test(users, alive):
@@ -254,6 +253,17 @@ def _hold_minimums(
                 short = gone
             return alive, short, gone - short
         alive = stay
+
+
+def _advice(events: Events) -> str:
+    """What to do where no user has enough events: a cell may hold a whole history."""
+    first = pc.drop_null(events.item.slice(0, 100)) if is_text(events.item.type) else []
+    if len(first) and pc.all(pc.match_substring_regex(first, r"[^\s,;|]+[\s,;|]+[^\s,;|]")).as_py():
+        return (
+            f"items such as {first[0].as_py()[:60]!r} look like lists: write one event per row, or a .txt file with "
+            "lines such as 'user item1 item2'"
+        )
+    return "check the user column, or loosen the filters and minimum counts"
 
 
 def _has_a_test(users: NDArray[np.int64], alive: NDArray[np.bool_]) -> bool:

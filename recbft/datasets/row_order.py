@@ -100,11 +100,15 @@ def warn_if_rows_are_unordered(
         order, stacklevel: as in ``warn_if_out_of_order``.
     """
     users = events.user.dictionary_encode().indices.to_numpy(zero_copy_only=False)
+
+    def others() -> dict[str, Any]:  # of as many rows: not where lists in cells have become some
+        return {name: column for name, column in likely().items() if len(column) == len(users)}
+
     if time is not None:
         tied = _tied_share(users[:LOOKED_AT], np.asarray(events.time)[:LOOKED_AT])
         if tied < ALL_BUT_FEW:
             return
-        shares = {name: _share_of(users, column) for name, column in likely().items()}
+        shares = {name: _share_of(users, column) for name, column in others().items()}
         finer = min((name for name in shares if shares[name] < tied), key=lambda name: shares[name], default=None)
         other = "name a finer column if there is one" if finer is None else f"column {finer!r} is finer: name it"
         warnings.warn(
@@ -114,7 +118,7 @@ def warn_if_rows_are_unordered(
         )
         return
     advice = "name it as the time column to sort by it"
-    if warn_if_out_of_order(events.source, users, likely(), order=order, advice=advice, stacklevel=stacklevel + 1):
+    if warn_if_out_of_order(events.source, users, others(), order=order, advice=advice, stacklevel=stacklevel + 1):
         return
     found = item_order(users[:LOOKED_AT], _ranks(events.item.slice(0, LOOKED_AT)))
     if found is not None:

@@ -37,7 +37,7 @@ from recbft.evaluation.metrics import headline_setting
 from recbft.evaluation.probability import Calibration
 from recbft.runs import checkpoint
 from recbft.runs.locks import locked
-from recbft.system.files import json_text, new_folder, read_json, write_atomic, write_json, write_parquet
+from recbft.system.files import json_text, new_folder, read_json, user_path, write_atomic, write_json, write_parquet
 from recbft.system.torchrun import Process
 
 _ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{8}\.old")  # a run that is being replaced
@@ -80,7 +80,7 @@ class RunFolder:
             UserError: the folder is taken; the message says by what.
             RunError: the disk is full; what was there before is there still.
         """
-        run = cls(Path(path))
+        run = cls(user_path(path))
         cls.refuse_taken(path, overwrite=overwrite)
         place = run.path.resolve() if run.path.is_symlink() else run.path  # the link stays, and what it leads to is new
         with contextlib.ExitStack() as replacing, new_folder(place) as made:
@@ -97,7 +97,7 @@ class RunFolder:
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
         """The run in an existing folder."""
-        path = Path(path)
+        path = user_path(path)
         if not path.is_dir():
             settle(Path(os.path.realpath(path)).parent)
         if not path.is_dir():
@@ -119,7 +119,7 @@ class RunFolder:
         Raises:
             UserError: something stands here already; where another process trains it, the message says so.
         """
-        path = Path(path)
+        path = user_path(path)
         settle(Path(os.path.realpath(path)).parent)
         if not os.path.lexists(path):
             return

@@ -28,6 +28,11 @@ from recbft.errors import RunError, UserError
 _ELSEWHERE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 
 
+def user_path(path: str | Path) -> Path:
+    """A path as its user means it: ``~`` at its beginning is the home folder, also where no shell has read it."""
+    return Path(os.path.expanduser(path))
+
+
 def write_atomic(path: str | Path, content: bytes | Callable[[BinaryIO], object], *, durable: bool = True) -> None:
     """Replace the file ``path`` by ``content``, or leave it as it was.
 
@@ -40,7 +45,7 @@ def write_atomic(path: str | Path, content: bytes | Callable[[BinaryIO], object]
         RunError: the disk is full.
         UserError: the folder is missing or may not be written, or a device or a pipe is in the file's place.
     """
-    path = Path(path)
+    path = user_path(path)
     file_itself = Path(os.path.realpath(path))
     temporary = file_itself.with_name(f".{file_itself.name}.{secrets.token_hex(4)}.tmp")
     with explained(path):
@@ -107,7 +112,7 @@ def new_folder(path: str | Path) -> Iterator[Path]:
         UserError: ``path`` exists and is not an empty folder, or its parent may not be written.
         RunError: the disk is full.
     """
-    path = Path(path)
+    path = user_path(path)
     if not path.name:
         raise UserError(f"'{path}' is not a folder that can be made; give it a name")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -123,7 +128,7 @@ def new_folder(path: str | Path) -> Iterator[Path]:
 
 def make_folder(path: str | Path) -> Path:
     """The folder ``path``, made with those above it unless it is there; it is filled bit by bit."""
-    path = Path(path)
+    path = user_path(path)
     with explained(path):
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -134,6 +139,7 @@ def make_folder(path: str | Path) -> Path:
 
 def refuse_input(out: str | Path, source: str | Path) -> None:
     """Refuse to write ``out`` over the file that it is made from."""
+    out = user_path(out)
     if os.path.exists(out) and os.path.exists(source) and os.path.samefile(out, source):
         raise UserError(f"--out {out} is the file that is read, and writing would replace it; give another --out")
 

@@ -254,3 +254,16 @@ def test_models_prints_settings_with_which_every_mixer_can_be_built(capsys, tmp_
         _, out, _ = run(capsys, "models", "sasrec", "--mixer", mixer)
         (tmp_path / "run.yaml").write_text(out)
         load_run_config(tmp_path / "run.yaml").build(torch.ones(6, dtype=torch.int64))
+
+
+def test_a_path_from_home_leads_there_behind_an_equals_sign_too(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "log.csv").write_text("user_id~item_id\n" + "".join(f"u~i{n}\n" for n in range(4)))
+    words = ["data", "prepare", "~/log.csv", "--separator", "~"]
+    for out in (["--out=~/a.parquet"], ["--out", "~/b.parquet"]):
+        code, _, err = run(capsys, *words, *out)
+        assert code == 0, err
+    assert sorted(path.name for path in (tmp_path / "home").iterdir()) == ["a.parquet", "b.parquet", "log.csv"]
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]

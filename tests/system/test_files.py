@@ -15,6 +15,7 @@ from recbft.system.files import (
     make_folder,
     new_folder,
     refuse_input,
+    user_path,
     write_atomic,
     write_json,
     write_parquet,
@@ -210,3 +211,15 @@ def test_a_device_or_a_pipe_is_not_replaced_by_a_file(tmp_path):
         with pytest.raises(UserError, match=f"{place} is a device or a pipe, and a whole file is written"):
             write_atomic(place, b"content")
     assert (tmp_path / "pipe").is_fifo() and os.listdir(tmp_path) == ["pipe"]
+
+
+def test_a_path_from_home_is_written_there_and_makes_no_folder_called_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    make_folder("~/kept")
+    write_atomic("~/kept/a.txt", b"a")
+    with new_folder("~/made/b") as made:
+        (made / "c").write_text("c")
+    assert (tmp_path / "home" / "kept" / "a.txt").read_bytes() == b"a"
+    assert (tmp_path / "home" / "made" / "b" / "c").is_file() and not (tmp_path / "~").exists()
+    assert user_path("a~/b") == Path("a~/b")
