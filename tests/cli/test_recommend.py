@@ -313,3 +313,16 @@ def test_histories_are_filtered_as_the_run_s_own_data_were(capsys, events, tmp_p
     assert len(liked) > len(once) and nothing == ""
     assert lists("liked.csv") == (plain, repeated)
     assert lists("rated.csv") == (plain, filtered + repeated)
+
+
+def test_candidates_may_stand_in_a_parquet_file(capsys, finished, events, histories, tmp_path):
+    known = pd.read_parquet(events)["item_id"].unique()[:6].tolist()
+    words = ["recommend", finished, "--histories", histories, "--out", tmp_path / "recs.csv", "--keep-seen"]
+    for table in ({"item_id": known, "price": 1.0}, {"sold": known}):
+        pd.DataFrame(table).to_parquet(tmp_path / "only.parquet")
+        code, _, err = run(capsys, *words, "--candidates", tmp_path / "only.parquet")
+        assert code == 0, err
+        assert set(pd.read_csv(tmp_path / "recs.csv")["item"].map(str)) == set(map(str, known))
+    pd.DataFrame({"a": known, "b": known}).to_parquet(tmp_path / "only.parquet")
+    code, _, err = run(capsys, *words, "--candidates", tmp_path / "only.parquet")
+    assert code == 2 and "only.parquet: no column 'item_id'; " in err
