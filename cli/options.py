@@ -59,7 +59,12 @@ Deduplicate = Annotated[
     str | None, typer.Option("--deduplicate", metavar="first|last", help="Of repeated user-item pairs keep one.")
 ]
 Where = Annotated[
-    str | None, typer.Option("--where", metavar="FILTER", help="Keep rows such as 'rating>=4 and year>2000'.")
+    str | None,
+    typer.Option(
+        "--where",
+        metavar="FILTER",
+        help="Keep rows such as 'rating >= 4 and event in (buy, cart) and time >= 2024-01-01'.",
+    ),
 ]
 DropLastEvents = Annotated[
     int | None, typer.Option("--drop-last-events", help="Leave out each user's last events, so many, after all else.")

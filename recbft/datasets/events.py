@@ -327,7 +327,8 @@ def _may_be_dates(numbers: NDArray[np.int64]) -> bool:
 
 def _are_dates_in(numbers: NDArray[np.int64], unit: str) -> NDArray[np.bool_]:
     first, last = (seconds * TICKS_PER_SECOND[unit] for seconds in OUR_TIME)
-    return (first <= numbers) & (numbers <= last)
+    inside: NDArray[np.bool_] = (first <= numbers) & (numbers <= last)
+    return inside
 
 
 def shown_time(ticks: int, unit: str | None) -> str:
@@ -337,7 +338,7 @@ def shown_time(ticks: int, unit: str | None) -> str:
     ('2024-01-31 12:30:00', '2024-01-31 12:30:00.250', '17')
     """
     unit = unit or next((one for one in UNITS if _are_dates_in(np.array(ticks), one)), None)
-    return str(ticks) if unit is None else str(np.datetime64(ticks, unit)).replace("T", " ")
+    return str(ticks) if unit is None else str(np.array(ticks).astype(f"datetime64[{unit}]")).replace("T", " ")
 
 
 def are_dates(text: Any) -> bool:

@@ -12,7 +12,6 @@ appearance in the finished histories.
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -23,19 +22,13 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from recbft.config.fields import is_whole
-from recbft.datasets.columns import as_floats, is_text, refuse_first, stands_for_nothing
+from recbft.datasets.columns import is_text
 from recbft.datasets.events import Events
+from recbft.datasets.row_filter import Condition, conditions_of, satisfying
 from recbft.datasets.row_order import warn_if_newest_first
 from recbft.errors import UserError
 
 MIN_HISTORY = 3  # one event each to train, validate and test
-
-_COMPARISONS = {">=": np.greater_equal, "<=": np.less_equal, "==": np.equal, "!=": np.not_equal}
-_COMPARISONS |= {">": np.greater, "<": np.less, "=": np.equal}
-_NEEDS = "but a row filter needs numbers; choose by texts or dates before the data are read"
-_CONDITION = re.compile(
-    r"^\s*(?P<column>.+?)\s*(?P<sign>>=|<=|==|!=|>|<|=)\s*(?P<number>[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?)\s*$"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +39,8 @@ class Preparation:
         k_core: every user and every item keeps at least this many events (iterative); 0 is off.
         min_user_events, min_item_events: as ``k_core``, for one side; the larger of the two counts.
         deduplicate: of a user's events with one item keep the ``"first"`` or the ``"last"``; None keeps all.
-        where: a row filter on numeric columns, such as ``"rating>=4"`` or ``"rating>=4 and year>2000"``. A row whose
-            value is blank, or a word such as NULL, does not satisfy it.
+        where: a row filter, such as ``"rating >= 4 and time < 2024-01-01"`` or ``"event in (buy, cart)"``; see
+            ``recbft.datasets.row_filter``.
         drop_last_events: leave out so many of each user's last events, after everything else: the same users one event
             earlier, on which to see whether a result holds.
         min_history: the fewest events of a user: 3, one each to train, validate and test, or 2, with which users of
@@ -78,23 +71,13 @@ class Preparation:
             raise UserError(f"deduplicate is {self.deduplicate!r}; choose 'first', 'last' or None")
         self.conditions()
 
-    def conditions(self) -> list[tuple[str, str, int | float]]:
-        """The row filter as (column, comparison, number)."""
-        if self.where is None:
-            return []
-        parsed = []
-        for part in re.split(r"\s+and\s+|&&?", self.where):
-            match = _CONDITION.match(part)
-            if match is None:
-                advice = "write COLUMN>=NUMBER (also > < <= == !=), joined by 'and'"
-                raise UserError(f"row filter {self.where!r} cannot be read; {advice}")
-            whole = re.fullmatch(r"[-+]?\d+", match["number"])  # exactly: floats round those beyond 2**53
-            parsed.append((match["column"], match["sign"], (int if whole else float)(match["number"])))
-        return parsed
+    def conditions(self) -> list[Condition]:
+        """The row filter's."""
+        return [] if self.where is None else conditions_of(self.where)
 
     def columns(self) -> list[str]:
         """The columns the row filter reads."""
-        return list(dict.fromkeys(column for column, _, _ in self.conditions()))
+        return list(dict.fromkeys(condition.column for condition in self.conditions()))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for YAML and JSON."""
@@ -114,7 +97,7 @@ class Prepared(NamedTuple):
 
 def prepare(events: Events, preparation: Preparation) -> Prepared:
     """Turn events into histories."""
-    kept = np.flatnonzero(satisfying(events, preparation))
+    kept = np.flatnonzero(kept_rows(events, preparation))
     users, user_names = _codes(events.user, kept)
     items, item_names = _codes(events.item, kept)
     times = None if events.time is None else events.time[kept]
@@ -175,38 +158,9 @@ def prepare(events: Events, preparation: Preparation) -> Prepared:
     )
 
 
-def satisfying(events: Events, preparation: Preparation) -> NDArray[np.bool_]:
+def kept_rows(events: Events, preparation: Preparation) -> NDArray[np.bool_]:
     """Which events the row filter keeps; all where there is none."""
-    keep = np.ones(len(events), dtype=bool)
-    for name, sign, number in preparation.conditions():
-        column = events.extra[name]
-        values, filled = _numbers(column, name, events.source)
-        keep &= _COMPARISONS[sign](values, _as_held(number, column.type)) & filled
-    return keep
-
-
-def _as_held(number: int | float, kind: Any) -> Any:
-    """A number of a row filter as a column holds it: 4.1 in single precision is another number than in double."""
-    if isinstance(number, float) and (pa.types.is_float32(kind) or pa.types.is_float16(kind)):
-        with np.errstate(over="ignore"):  # infinity then, which is larger too
-            return np.dtype(kind.to_pandas_dtype()).type(number)
-    return number
-
-
-def _numbers(column: Any, name: str, source: str) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """A filter column's numbers, integers where it holds nothing else or else float64, and which rows are not blank."""
-    if is_text(column.type):
-        blank = stands_for_nothing(column)
-        text = pc.if_else(blank, "0", pc.ascii_lower(pc.utf8_trim_whitespace(column)))
-        numbers = np.asarray(pd.to_numeric(text.to_pandas(), errors="coerce"))
-        refuse_first(np.isnan(numbers), column, name, source, _NEEDS)
-        return numbers, ~blank.to_numpy(zero_copy_only=False)
-    if pa.types.is_integer(column.type):
-        return column.fill_null(0).to_numpy(zero_copy_only=False), column.is_valid().to_numpy(zero_copy_only=False)
-    floats = as_floats(column)
-    if floats is None:
-        raise UserError(f"{source}: column {name!r} has type {column.type}, {_NEEDS}")
-    return floats, ~np.isnan(floats)
+    return satisfying(dict(events.extra), preparation.conditions(), len(events), events.source)
 
 
 def _codes(ids: Any, kept: NDArray[np.int64]) -> tuple[NDArray[np.int64], Any]:

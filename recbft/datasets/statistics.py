@@ -46,11 +46,11 @@ def describe(dataset: Dataset) -> DatasetStatistics:
     """Compute the statistics of a data set."""
     last = dataset.offsets[1 : dataset.num_tested + 1] - 1
     quantiles = np.quantile(dataset.lengths, list(LENGTH_QUANTILES.values()))
-    tied_neighbours, tied_last_two, span = None, None, (None, None)
+    tied_neighbours, tied_last_two, first_time, last_time = None, None, None, None
     tied = tied_with_before(dataset)
     if dataset.times is not None and tied is not None:
         unit = dataset.preparation.get("time_unit")
-        span = (shown_time(int(dataset.times.min()), unit), shown_time(int(dataset.times.max()), unit))
+        first_time, last_time = (shown_time(int(one), unit) for one in (dataset.times.min(), dataset.times.max()))
         tied_neighbours = float(tied.sum() / (dataset.num_events - dataset.num_users))
         tied_last_two = float(tied[last].mean())
     users = np.repeat(np.arange(dataset.num_users), dataset.lengths)
@@ -64,8 +64,8 @@ def describe(dataset: Dataset) -> DatasetStatistics:
         mean_length=dataset.num_events / dataset.num_users,
         length_quantiles=dict(zip(LENGTH_QUANTILES, quantiles.tolist(), strict=True)),
         density=dataset.num_events / (dataset.num_users * dataset.num_items),
-        first_time=span[0],
-        last_time=span[1],
+        first_time=first_time,
+        last_time=last_time,
         tied_neighbours=tied_neighbours,
         tied_last_two=tied_last_two,
         unseen_targets=float((dataset.training_counts[dataset.items[last]] == 0).mean()),
@@ -88,10 +88,10 @@ def remarks(dataset: Dataset) -> list[str]:
         lines.append(f"trained on and not tested: {dataset.num_users - dataset.num_tested:,} users of 2 events")
     tied = tied_with_before(dataset)
     if tied is not None and (share := tied.sum() / (dataset.num_events - dataset.num_users)) >= WORTH_SAYING:
-        users = np.repeat(np.arange(dataset.num_users), dataset.lengths)
         rank = np.empty(dataset.num_items, dtype=np.int64)
         rank[np.argsort(dataset.item_ids, kind="stable")] = np.arange(dataset.num_items)
-        found = item_order(users, rank[dataset.items - 1], among=tied)
+        owner = np.repeat(np.arange(dataset.num_users), dataset.lengths)
+        found = item_order(owner, rank[dataset.items - 1], among=tied)
         order = "which says nothing of time" if found is None else f"in which item ids {found}"
         last = f"{describe(dataset).tied_last_two:.1%} of the test items"
         who = f"{share:.1%} of a user's neighbouring events, {last}"

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from recbft.datasets.columns import check_columns, flat, from_pandas
 from recbft.datasets.events import USUAL_TIME, check_unit, in_unit, read_times
 from recbft.datasets.loading import CardFile, read_events
-from recbft.datasets.prepare import Preparation, satisfying
+from recbft.datasets.prepare import Preparation, kept_rows
 from recbft.datasets.row_order import time_columns, warn_if_out_of_order
 from recbft.datasets.vocabulary import Vocabulary, shown_id
 from recbft.errors import ColdStartError, UserError
@@ -74,7 +74,7 @@ def histories_from_file(
     how = CardFile(time=time, separator=separator, columns=columns, preparation=chosen)
     events = read_events(Path(path), replace(how, user=user or how.user, item=item or how.item))
     frame: pd.DataFrame = pd.DataFrame({"user_id": events.user.to_pandas(), "item_id": events.item.to_pandas()})
-    rows = np.flatnonzero(satisfying(events, chosen))
+    rows = np.flatnonzero(kept_rows(events, chosen))
     if events.time is not None:
         times = events.time if events.time_unit is None else events.time.astype(f"datetime64[{events.time_unit}]")
         frame = frame.assign(timestamp=times)

@@ -56,6 +56,8 @@ def read(tmp_path):
         ("eval_args: {split: {LS: valid_and_test}, order: TO, mode: {valid: full, test: full}}", "data", "where", None),
         ("item_inter_num_interval: '[1e1,Inf)'", "data", "min_item_events", 10),
         ("val_interval: {timestamp: '[9.8e8,+1E9)'}", "data", "where", "timestamp>=9.8e8 and timestamp<1e9"),
+        ("eval_step: 1\nwhere: event in (buy, cart)", "data", "where", "event in (buy, cart)"),
+        ("eval_step: 1\nwhere: timestamp >= 2024-01-01", "data", "where", "timestamp >= 2024-01-01"),
         ("val_interval: {rating: [4, 5]}", "data", "where", "rating>=4 and rating<=5"),
         ("val_interval: {rating: '[4,inf)', year: '(-inf,2000)'}", "data", "where", "rating>=4 and year<2000"),
         ("model: BERT4Rec\nmask_ratio: 0.3", "backbone", "mask_probability", 0.3),
