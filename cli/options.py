@@ -43,6 +43,10 @@ Item = Annotated[str | None, typer.Option("--item", metavar="COLUMN", help="Colu
 Time = Annotated[
     str | None, typer.Option("--time", metavar="COLUMN", help="Column to order by; otherwise the row order counts.")
 ]
+Session = Annotated[
+    str | None,
+    typer.Option("--session", metavar="COLUMN", help="Each session is a history; with --user, each of a user's."),
+]
 Separator = Annotated[
     str | None,
     typer.Option(
@@ -89,7 +93,7 @@ def from_shell(**options: Any) -> dict[str, Any]:
 
     given = {name: value for name, value in options.items() if value is not None}
     given |= {
-        name: Verbatim(given[name]) for name in ("user", "item", "time", "separator") if name in given
+        name: Verbatim(given[name]) for name in ("user", "item", "time", "session", "separator") if name in given
     }  # "none", "~"
     if "columns" in given:
         given["columns"] = [column.strip() for column in given["columns"].split(",")]

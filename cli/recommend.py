@@ -16,7 +16,7 @@ import typer
 
 from recbft.errors import UserError
 from recbft_cli.evaluate import say_unfinished
-from recbft_cli.options import Columns, Item, Run, Separator, Time, User, from_shell
+from recbft_cli.options import Columns, Item, Run, Separator, Session, Time, User, from_shell
 from recbft_cli.progress import SILENCE
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def recommend(
     user: User = None,
     item: Item = None,
     time: Time = None,
+    session: Session = None,
     separator: Separator = None,
     columns: Columns = None,
 ) -> None:
@@ -73,7 +74,7 @@ def recommend(
         for source in (*source_files(histories), exclude, candidates):
             if source is not None:
                 refuse_input(out, source)
-    how = from_shell(user=user, item=item, time=time, separator=separator, columns=columns)
+    how = from_shell(user=user, item=item, time=time, session=session, separator=separator, columns=columns)
     with terminable():  # whatever ends it, no unfinished file is left
         recommender = Recommender.load(run)
         folder = RunFolder.open(run)
@@ -127,13 +128,15 @@ def _as_trained(file: Path, own: DataConfig, how: dict[str, Any]) -> dict[str, A
     """
     from recbft.datasets.formats import column_names, ending
 
-    if how.keys() & {"user", "item", "columns"}:
+    if how.keys() & {"user", "item", "session", "columns"}:
         return {}
     usual = {"user": "user_id", "item": "item_id"}
-    trained = {name: getattr(own, name) or usual.get(name) for name in ("user", "item", "time")}
+    trained = {name: getattr(own, name) or usual.get(name) for name in ("user", "item", "time", "session")}
+    if own.session is not None:
+        trained["user"] = own.user or own.session
     form: dict[str, Any] = {}
     there: Sequence[str] = column_names(file, how.get("separator"))
-    if all(column in there for column in usual.values()):
+    if own.session is None and all(column in there for column in usual.values()):
         return {}
     if not all(trained[name] in there for name in usual):
         if "separator" in how or ending(file) != ending(Path(str(own.dataset))):
@@ -142,7 +145,8 @@ def _as_trained(file: Path, own: DataConfig, how: dict[str, Any]) -> dict[str, A
         there = own.columns or column_names(file, own.separator)
         if not all(trained[name] in there for name in usual):
             return {}
-    return form | {name: column for name, column in trained.items() if column in there}
+    found = form | {name: column for name, column in trained.items() if column in there}
+    return found if own.user is not None else {name: column for name, column in found.items() if name != "session"}
 
 
 def _filters(file: Path, protocol: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:

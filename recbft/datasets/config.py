@@ -13,6 +13,8 @@ from recbft.datasets.loading import default_dataset
 from recbft.datasets.prepare import Preparation
 from recbft.errors import MissingColumnError, UserError
 
+READ_BY = ("user", "item", "time", "session", "separator", "columns")  # how a file is read
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -28,6 +30,7 @@ class DataConfig:
     user: str | None = None
     item: str | None = None
     time: str | None = None
+    session: str | None = None  # each of its values a history: instead of a user, or of each user
     separator: str | None = None
     columns: tuple[str, ...] | None = None  # the names of all columns of a delimited file without a header
     k_core: int = 0
@@ -65,7 +68,7 @@ class DataConfig:
 
     def load(self) -> Dataset:
         """Read and prepare the data."""
-        how = {name: getattr(self, name) for name in ("data_root", "user", "item", "time", "separator", "columns")}
+        how = {name: getattr(self, name) for name in ("data_root", *READ_BY)}
         try:
             return Dataset.load(str(self.resolved().dataset), **how, preparation=self.preparation())
         except MissingColumnError as error:
@@ -100,7 +103,7 @@ class DataConfig:
     def check_prepared(self, dataset: Dataset) -> None:
         """Refuse settings that would have made another data set than one that is given."""
         made = dataset.preparation.get("filters", {})
-        for key in ("user", "item", "time", "separator", "columns"):
+        for key in READ_BY:
             if getattr(self, key) not in (None, dataset.columns.get(key)):
                 raise UserError(
                     f"data.{key} is {getattr(self, key)!r}, but a data set is given, which has its columns; "

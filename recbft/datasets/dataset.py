@@ -39,7 +39,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from recbft.datasets.columns import SPREADSHEET_NUMBER, check_columns, flat, from_pandas, stands_for_nothing
 from recbft.datasets.events import USUAL_TIME, Events
-from recbft.datasets.loading import METADATA_KEY, SYNTHETIC, Counts, find_events
+from recbft.datasets.loading import METADATA_KEY, SYNTHETIC, Counts, by_session, find_events
 from recbft.datasets.prepare import MIN_HISTORY, Preparation, prepare
 from recbft.datasets.row_order import time_columns, warn_if_rows_are_unordered
 from recbft.datasets.synth import SyntheticConfig, synthetic_events
@@ -67,8 +67,8 @@ class Dataset:
     user_ids: NDArray[Any]  # (U,) int64, or object holding str
     item_ids: NDArray[Any]  # (V,) int64, or object holding str
     preparation: dict[str, Any] = field(default_factory=dict)  # source, filters, counts before and after; JSON-able
-    # user, item, time: the columns of the frame or file it was made of, None for those that a card or a canonical file
-    # has; empty where it is one of these as it stands
+    # user, item, time, and session where there is one: the columns of the frame or file it was made of, None for those
+    # that a card or a canonical file has; empty where it is one of these as it stands
     columns: dict[str, str | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -96,19 +96,22 @@ class Dataset:
         frame: Any,
         *,
         name: str = "frame",
-        user: str = "user_id",
+        user: str | None = None,
         item: str = "item_id",
         time: str | None = None,
+        session: str | None = None,
         preparation: Preparation = DEFAULT_PREPARATION,
     ) -> Dataset:
         """Make a data set of a table with one row per event.
 
         Args:
             frame: a pandas data frame, a pyarrow table, or any table that speaks arrow (polars, duckdb).
-            user, item: the columns with raw ids.
+            user, item: the columns with raw ids; ``user_id`` unless given.
             time: the column that orders a user's events (whole numbers or dates, as text too; ties keep the row order).
                 Without it the row order is the order, and the data set has no times; a warning says so where a column
                 that is called ``timestamp``, ``created_at`` or the like contradicts that order.
+            session: the column of sessions, each a history: instead of a user, or beside ``user``, whose sessions are
+                then users of their own, USER/SESSION.
             preparation: filters and minimum counts, a ``recbft.datasets.Preparation``.
 
         Raises:
@@ -119,14 +122,20 @@ class Dataset:
         >>> dataset.items.tolist(), dataset.decode([2]).tolist()
         ([1, 2, 1], ['milk'])
         """
-        user, item, time = str(user), str(item), None if time is None else str(time)  # pandas numbers columns too
-        wanted = [user, item, *([time] if time is not None else []), *preparation.columns()]
+        named = {"user": user, "item": item, "time": time, "session": session}
+        # pandas numbers columns too
+        named = {role: None if column is None else str(column) for role, column in named.items()}
+        roles = by_session(named)
+        roles["user"] = roles["user"] or "user_id"
+        wanted = [column for column in roles.values() if column is not None] + preparation.columns()
         table = _as_table(frame, wanted, name)
-        events = Events.from_table(table, source=name, user=user, item=item, time=time, extra=preparation.columns())
+        events = Events.from_table(table, source=name, **roles, extra=preparation.columns())
         likely = partial(_likely_times, frame, table, wanted)
-        warn_if_rows_are_unordered(events, item, time, likely, "the frame's", stacklevel=2)
+        warn_if_rows_are_unordered(events, str(item), named["time"], likely, "the frame's", stacklevel=2)
         made = cls.from_events(events, name=name, preparation=preparation)
-        return replace(made, columns={"user": user, "item": item, "time": time})
+        if session is None:
+            named = {"user": roles["user"], "item": named["item"], "time": named["time"]}
+        return replace(made, columns=named)
 
     @classmethod
     def load(
@@ -137,6 +146,7 @@ class Dataset:
         user: str | None = None,
         item: str | None = None,
         time: str | None = None,
+        session: str | None = None,
         separator: str | None = None,
         columns: Sequence[str] | None = None,
         preparation: Preparation = DEFAULT_PREPARATION,
@@ -149,13 +159,15 @@ class Dataset:
                 ``data_root`` by its name (a file's without its ending), or ``"synthetic"`` for the seeded generator.
             data_root: the folder to look in for a name; default the environment variable ``RECBFT_DATA_ROOT``.
             user, item, time: columns of the file; default those of the card, or ``user_id``, ``item_id`` and no time.
+            session: as in ``from_frame``.
             separator, columns: for delimited files without a header; see ``recbft.datasets.read_table``.
             preparation: filters and minimum counts; a card's own apply where none is asked for.
 
         Raises:
             UserError: unknown name, missing or damaged file, bad data.
         """
-        how = {"user": user, "item": item, "time": time, "separator": separator, "columns": columns}
+        how: dict[str, Any] = {"user": user, "item": item, "time": time, "session": session}
+        how |= {"separator": separator, "columns": columns}
         asked = {key: value for key, value in how.items() if value is not None}
         if str(name_or_path) == SYNTHETIC:
             if asked or preparation != DEFAULT_PREPARATION:

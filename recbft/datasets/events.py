@@ -82,25 +82,40 @@ class Events:
 
     @classmethod
     def from_table(
-        cls, table: Any, *, source: str, user: str, item: str, time: str | None = None, extra: Sequence[str] = ()
+        cls,
+        table: Any,
+        *,
+        source: str,
+        user: str,
+        item: str,
+        time: str | None = None,
+        session: str | None = None,
+        extra: Sequence[str] = (),
     ) -> Events:
         """Check the named columns of a pyarrow table and keep them.
 
-        Where the cells of ``item`` are lists, each is a history: a row stands for as many events.
+        With ``session`` each session of a user is a user of its own, USER/SESSION. Where the cells of ``item`` are
+        lists, each is a history: a row stands for as many events.
 
         Raises:
             UserError: a named column is missing, is named twice, or holds a blank, an id that is neither integer nor
                 text, or a time that is neither a date nor a whole number >= 0.
         """
-        roles = [user, item, *([time] if time is not None else [])]
+        roles = [user, item, *(name for name in (time, session) if name is not None)]
         if len(set(roles)) < len(roles):
-            raise UserError(f"{source}: user, item and time must be columns of their own, not {', '.join(roles)}")
+            raise UserError(
+                f"{source}: user, item, time and session must be columns of their own, not {', '.join(roles)}"
+            )
         check_columns(table.column_names, [*roles, *extra], source)
         table = _one_event_per_row(table, [*roles, *extra], user, item, source)
         times, unit = (None, None) if time is None else read_times(flat(table, time), time, source)
+        users = _ids(flat(table, user), user, source)
+        if session is not None:
+            parts = [one.cast(pa.large_string()) for one in (users, _ids(flat(table, session), session, source))]
+            users = pc.binary_join_element_wise(*parts, pa.scalar("/", pa.large_string()))
         return cls(
             source=source,
-            user=_ids(flat(table, user), user, source),
+            user=users,
             item=_ids(flat(table, item), item, source),
             time=times,
             time_unit=unit,
@@ -301,7 +316,8 @@ def _in_one_unit(numbers: NDArray[np.int64], name: str, source: str) -> NDArray[
         )
     if len(units) == 1:
         return numbers
-    made, finest = numbers.copy(), units[-1]
+    made: NDArray[np.int64] = numbers.copy()
+    finest = units[-1]
     for unit, mask in zip(UNITS, of_unit, strict=True):
         if unit in units:
             made[mask] *= TICKS_PER_SECOND[finest] // TICKS_PER_SECOND[unit]

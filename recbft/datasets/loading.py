@@ -58,6 +58,7 @@ class CardFile:
     user: str = "user_id"
     item: str = "item_id"
     time: str | None = None  # the column with real times; None where the row order is all there is
+    session: str | None = None  # a column whose values cut a user's events into histories of their own
     separator: str | None = None
     columns: Sequence[str] | None = None  # names, for a file without a header
     preparation: Preparation = field(default_factory=Preparation)
@@ -165,10 +166,10 @@ def find_events(
     """The events of a file that ``Dataset.load`` makes a data set of.
 
     Args:
-        asked: those of its arguments user, item, time, separator and columns that are given.
+        asked: those of its arguments user, session, item, time, separator and columns that are given.
     """
     path, file, known = _locate(name_or_path, data_root)
-    chosen = replace(file, **asked)
+    chosen = replace(file, **by_session(asked))
     stored = _stored_record(path)
     earlier = None if stored is None else stored["preparation"]
     if stored is not None and "time" not in asked:
@@ -186,6 +187,8 @@ def find_events(
         named = {"user": chosen.user, "item": chosen.item, "time": chosen.time}
     else:  # untouched, the card or the canonical file alone stands for these data
         named = {} if untouched else {key: asked.get(key) for key in ("user", "item", "time")}
+    if "session" in asked:
+        named |= {"user": asked.get("user"), "session": asked["session"]}
     record: dict[str, Any] = {"source": path.name, "time": chosen.time}
     if earlier is not None:
         unit = earlier.get("time_unit") if chosen.time == USUAL_TIME else None
@@ -194,6 +197,14 @@ def find_events(
     as_saved = None if named else earlier
     check = partial(_warn_if_other, path, file, known) if known is not None and untouched else None
     return FoundEvents(events, name, chosen.preparation, named, record, as_saved, check)
+
+
+def by_session(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns that are asked for, a session in the place of the user where no user is."""
+    session = asked.get("session")
+    return (
+        {**asked, "user": session, "session": None} if session is not None and asked.get("user") is None else {**asked}
+    )
 
 
 def source_files_of(name_or_path: str | Path, data_root: str | Path | None) -> list[Path]:
@@ -233,7 +244,7 @@ def read_events(path: Path, how: CardFile) -> Events:
     Ids of a text file are integers where the whole column is written as such.
     """
     separator, columns, extra = how.separator, how.columns, how.preparation.columns()
-    named = [how.user, how.item, *([how.time] if how.time is not None else []), *extra]
+    named = [how.user, how.item, *(name for name in (how.time, how.session) if name is not None), *extra]
 
     def with_likely() -> tuple[Any, list[str]]:
         """What is named and the columns that look like times, in one table; None and none where they are damaged."""
@@ -256,7 +267,8 @@ def read_events(path: Path, how: CardFile) -> Events:
         for name in (how.user, how.item):
             place = table.column_names.index(name)
             table = table.set_column(place, name, whole_numbers_of(table.column(place)))
-    events = Events.from_table(table, source=str(path), user=how.user, item=how.item, time=how.time, extra=extra)
+    roles: dict[str, Any] = {"user": how.user, "item": how.item, "time": how.time, "session": how.session}
+    events = Events.from_table(table, source=str(path), **roles, extra=extra)
     warn_if_rows_are_unordered(events, how.item, how.time, likely, "file", stacklevel=2)
     return events
 

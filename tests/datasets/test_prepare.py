@@ -10,7 +10,9 @@ import pandas as pd
 import pytest
 
 from recbft.datasets import Dataset, Preparation, leave_one_out
+from recbft.datasets.config import DataConfig
 from recbft.errors import UserError
+from recbft.serving.histories import histories_from_file
 
 
 def log(text, **columns):
@@ -69,6 +71,28 @@ def test_users_of_two_events_may_train_and_are_not_tested(tmp_path):
 def test_users_of_two_events_need_others_to_be_tested():
     with pytest.raises(UserError, match="no user has 3 events after filtering"):
         Dataset.from_frame(log("a:x a:y b:x b:y"), preparation=Preparation(min_history=2))
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_sessions_are_histories_instead_of_users_or_of_each_user(tmp_path, ending):
+    frame = log("a:x a:y b:x a:z a:p b:y b:z b:q a:r a:q b:p b:r", visit=[1, 1, 1, 1, 2, 1, 1, 3, 2, 2, 3, 3])
+    getattr(frame, f"to_{ending}")(tmp_path / f"log.{ending}", index=False)
+    for how, wanted in (
+        ({"session": "visit"}, {1: list("xyxzyz"), 2: list("prq"), 3: list("qpr")}),
+        (
+            {"session": "visit", "user": "user_id"},
+            {"a/1": list("xyz"), "b/1": list("xyz"), "a/2": list("prq"), "b/3": list("qpr")},
+        ),
+    ):
+        for made in (Dataset.from_frame(frame, **how), Dataset.load(tmp_path / f"log.{ending}", **how)):
+            assert histories(made) == wanted
+            again = DataConfig(**{**made.columns, "dataset": str(tmp_path / f"log.{ending}")})
+            assert again.load().content_hash == made.content_hash
+            again.check_prepared(made)
+    events = histories_from_file(tmp_path / f"log.{ending}", session="visit", where="visit = 2")
+    assert events.user_id.tolist() == [2, 2, 2] and events.item_id.tolist() == list("prq")
+    with pytest.raises(UserError, match="user, item, time and session must be columns of their own"):
+        Dataset.from_frame(frame, user="visit", session="visit")
 
 
 @pytest.mark.parametrize(("keep", "expected"), [(None, "x y x z y"), ("first", "x y z"), ("last", "x z y")])
