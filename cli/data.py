@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from recbft.errors import UserError
 from recbft_cli.options import (
     Columns,
     DataRoot,
@@ -162,6 +163,34 @@ def prepare(
     dataset.save(out)
     _print_statistics(dataset)
     typer.echo(f"\nwritten to {out}; train on it with: recbft train -d {out}")
+
+
+@app.command("look", epilog="Example: recbft data look events.csv")
+def look_at(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A file, a folder of parts or a pattern.")],
+) -> None:
+    """Guess what a file of events holds: print its columns, ten rows and the command that trains on it."""
+    from recbft.datasets.look import look
+
+    found = look(file)
+    roles = {name: getattr(found.config, name) for name in ("user", "item", "time", "session")}
+    roles["user"] = roles["user"] or (None if roles["session"] else "user_id")
+    roles["item"] = roles["item"] or "item_id"
+    typer.echo(f"{file}: {found.form}\n")
+    typer.echo(found.sample.to_string(index=False, max_colwidth=30) + "\n")
+    for role, name in roles.items():
+        if name is not None:
+            typer.echo(f"{role:<8} {name}")
+    if roles["time"] is None:
+        typer.echo("time     none: rows are taken in the order of the file")
+    if found.dataset is not None:
+        typer.echo("")
+        _print_statistics(found.dataset)
+    for note in found.notes:
+        typer.echo(f"\nnote: {note}")
+    if found.problem is not None:
+        raise UserError(f"{found.problem} (what was guessed: {found.command()})")
+    typer.echo(f"\ntrain on it with: {found.command()}")
 
 
 @app.command("synth", epilog="Example: recbft data synth --out synthetic --seed 1")
