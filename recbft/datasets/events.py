@@ -51,7 +51,7 @@ ALIKE = (
     "UTC (Z, +02:00) or all without"
 )
 UNITS = tuple(TICKS_PER_SECOND)  # each a thousand times finer than the one before
-OUR_TIME = (978_307_200, 4_102_444_800)  # the years 2001 to 2099, in seconds since 1970
+OUR_TIME = (631_152_000, 4_102_444_800)  # the years 1990 to 2099, in seconds since 1970
 LIST = r"^\s*\[.*\]\s*$"  # written in a cell
 MOST_DIGITS = 18  # after the point of a number in a rare spelling
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]{1,4})?$")
@@ -302,7 +302,7 @@ def _in_one_unit(numbers: NDArray[np.int64], name: str, source: str) -> NDArray[
 
     Warns of several units, and of zeros among dates, which order events as the first of all.
     """
-    of_unit = [_are_dates_in(numbers, unit) for unit in UNITS] if _may_be_dates(numbers) else []
+    of_unit = [are_of_our_time(numbers, unit) for unit in UNITS] if _may_be_dates(numbers) else []
     units = [unit for unit, mask in zip(UNITS, of_unit, strict=False) if mask.any()]
     zeros = numbers == 0
     if not units or sum(int(mask.sum()) for mask in of_unit) + int(zeros.sum()) < len(numbers):
@@ -341,10 +341,16 @@ def _may_be_dates(numbers: NDArray[np.int64]) -> bool:
     return latest >= OUR_TIME[0] and (least == 0 or guessed_unit(least) != guessed_unit(latest))
 
 
-def _are_dates_in(numbers: NDArray[np.int64], unit: str) -> NDArray[np.bool_]:
+def are_of_our_time(numbers: NDArray[np.int64], unit: str) -> NDArray[np.bool_]:
+    """Which numbers, as ticks of a unit since 1970, are dates of the years 1990 to 2099."""
     first, last = (seconds * TICKS_PER_SECOND[unit] for seconds in OUR_TIME)
     inside: NDArray[np.bool_] = (first <= numbers) & (numbers <= last)
     return inside
+
+
+def unit_of_our_time(ticks: int) -> str | None:
+    """The unit in which a number is a date of our time, if there is one."""
+    return next((unit for unit in UNITS if are_of_our_time(np.array(ticks), unit)), None)
 
 
 def shown_time(ticks: int, unit: str | None) -> str:
@@ -353,7 +359,7 @@ def shown_time(ticks: int, unit: str | None) -> str:
     >>> shown_time(1_706_704_200, None), shown_time(1_706_704_200_250, "ms"), shown_time(17, None)
     ('2024-01-31 12:30:00', '2024-01-31 12:30:00.250', '17')
     """
-    unit = unit or next((one for one in UNITS if _are_dates_in(np.array(ticks), one)), None)
+    unit = unit or unit_of_our_time(ticks)
     return str(ticks) if unit is None else str(np.array(ticks).astype(f"datetime64[{unit}]")).replace("T", " ")
 
 

@@ -26,10 +26,10 @@ import pyarrow.parquet as pq
 
 from recbft.config.fields import NULL_WORDS
 from recbft.config.yaml_text import parse_setting
-from recbft.datasets.columns import from_pandas
+from recbft.datasets.columns import from_pandas, is_text
 from recbft.datasets.config import DataConfig
 from recbft.datasets.dataset import Dataset
-from recbft.datasets.events import UNITS, read_times, shown_time
+from recbft.datasets.events import UNITS, are_dates, are_of_our_time, read_times
 from recbft.datasets.formats import (
     FORMATS,
     OTHER_SEPARATORS,
@@ -102,8 +102,10 @@ def look(path: str | Path) -> Look:
         raise UserError(f"{files[0]}: no such file; check the path")
     with reading(files[0]):
         form = _form(files[0])
-    names = [str(name) for name in form.sample.columns]
-    if len(names) < 2 or len(set(names)) < len(names):
+    names = list(map(str, form.sample.columns))
+    alone = [name.strip() != "" and names.count(name) == 1 for name in names]  # a spreadsheet may leave blank ones
+    form = form._replace(sample=form.sample.loc[:, alone])
+    if sum(alone) < 2:
         raise UserError(
             f"{files[0]}: its columns are {', '.join(names)}, and a file of events has one of users and one of items, "
             "each under a name of its own"
@@ -220,7 +222,8 @@ def _role_of(name: str) -> str | None:
 
 def _roles(form: _Form) -> tuple[dict[str, str | None], list[str]]:
     """The columns of users, items, times and sessions, and remarks on how they were found."""
-    sample, notes = form.sample, []
+    notes: list[str] = []
+    sample = form.sample
     names = [str(name) for name in sample.columns]
     found: dict[str, str | None] = {"user": None, "item": None, "session": None}
     for role in found:
@@ -270,15 +273,24 @@ def _time_candidates(sample: pd.DataFrame, names: Sequence[str], notes: list[str
     return sorted(readable, key=lambda name: -sample[name].map(str).nunique())
 
 
+def _is_number(kind: Any) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind))
+
+
 def _is_time(values: Sequence[Any], *, any_number: bool = False) -> bool:
     """Whether all values are times: dates, or numbers that are dates of our time, or ``any_number``."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            ticks, unit = read_times(from_pandas(pd.Series(values), "", ""), "", "")
+            column = from_pandas(pd.Series(values), "", "")
+            ticks, unit = read_times(column, "", "")
     except (UserError, pa.ArrowException):
         return False
-    return len(ticks) > 0 and (any_number or unit in UNITS or not shown_time(int(ticks.min()), None).isdigit())
+    if len(ticks) == 0 or any_number or not (is_text(column.type) or _is_number(column.type)):
+        return len(ticks) > 0
+    if is_text(column.type) and are_dates(column):
+        return True
+    return any(are_of_our_time(ticks, one).all() for one in (UNITS if unit is None else (unit,)))
 
 
 def _may_be_ids(name: str, column: Any) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recbft.datasets.dataset import Dataset
-from recbft.datasets.events import shown_time
+from recbft.datasets.events import shown_time, unit_of_our_time
 from recbft.datasets.row_order import item_order
 
 WORTH_SAYING = 0.01  # of neighbours
@@ -49,7 +49,7 @@ def describe(dataset: Dataset) -> DatasetStatistics:
     tied_neighbours, tied_last_two, first_time, last_time = None, None, None, None
     tied = tied_with_before(dataset)
     if dataset.times is not None and tied is not None:
-        unit = dataset.preparation.get("time_unit")
+        unit = dataset.preparation.get("time_unit") or unit_of_our_time(int(dataset.times.max()))
         first_time, last_time = (shown_time(int(one), unit) for one in (dataset.times.min(), dataset.times.max()))
         tied_neighbours = float(tied.sum() / (dataset.num_events - dataset.num_users))
         tied_last_two = float(tied[last].mean())

@@ -174,6 +174,10 @@ def test_statistics_by_hand():
     assert statistics.unseen_targets == 0
     assert statistics.repeated_events == pytest.approx(2 / 7)
     assert describe(Dataset.from_frame(frame)).tied_last_two is None
+    since = describe(Dataset.from_frame(frame.assign(t=frame.t * 200_000_000), time="t"))
+    assert (since.first_time, since.last_time) == ("1976-05-03 19:33:20", "2014-05-13 16:53:20"), (
+        "of the last one's unit"
+    )
     assert json.loads(json.dumps(statistics.to_dict()))["tied_neighbours"] == 2 / 5
 
 

@@ -31,7 +31,7 @@ def events_of(**columns):
 def test_a_column_has_one_meaning():
     table = pa.table({"user_id": ["u"] * 3, "when": [1, 2, 3]})
     with pytest.raises(
-        UserError, match="log: user, item and time must be columns of their own, not user_id, when, when"
+        UserError, match="log: user, item, time and session must be columns of their own, not user_id, when, when"
     ):
         Events.from_table(table, source="log", user="user_id", item="when", time="when")
 

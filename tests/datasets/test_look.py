@@ -27,6 +27,7 @@ LOG = pd.DataFrame(
 )
 LOG["when"] = pd.to_datetime(LOG.seconds, unit="s").dt.strftime("%Y-%m-%d %H:%M:%S")
 LOG["day"] = LOG.when.str[:10]
+LOG["half"], LOG["none"] = LOG.rating / 2, ""
 LOG["action"] = np.where(LOG.rating > 1, "buy", "view")
 
 
@@ -52,6 +53,14 @@ FILES = {
     "ratings.dat": (
         text(ALL, "::"),
         {"separator": "::", "columns": ("user_id", "item_id", "rating", "timestamp"), "time": "timestamp"},
+    ),
+    "halves.csv": (
+        text(["user", "item", "half", "seconds"]),
+        {"columns": ("user_id", "item_id", "rating", "timestamp"), "time": "timestamp"},
+    ),
+    "blank.csv": (
+        text(["user", "item", "seconds", "none", "none"], ",", ["userId", "movieId", "timestamp", "", ""]),
+        {"user": "userId", "item": "movieId", "time": "timestamp"},
     ),
     "headless.csv": (
         text(["user", "item", "when"]),
