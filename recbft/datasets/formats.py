@@ -164,6 +164,7 @@ def source_files(path: str | Path) -> list[Path]:
             raise UserError(f"{path}: no file has such a name; check the pattern")
     else:
         return [path]
+    files = [file for file in files if file.stat().st_size > 0] or files  # a part may have got no row
     return sorted(
         files, key=lambda file: [int(part) if part.isdecimal() else part for part in _DIGITS.split(str(file))]
     )

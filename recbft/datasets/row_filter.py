@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from recbft.datasets.columns import as_floats, is_text, refuse_first, stands_for_nothing
+from recbft.datasets.columns import as_floats, is_blank, is_text, refuse_first, stands_for_nothing
 from recbft.datasets.events import TICKS_PER_SECOND, are_dates, guessed_unit, read_times
 from recbft.errors import UserError
 
@@ -164,7 +164,7 @@ def _are_numbers(condition: Condition) -> bool:
 
 
 def _blank(column: Any) -> NDArray[np.bool_]:
-    mask = stands_for_nothing(column) if is_text(column.type) else pc.is_null(column, nan_is_null=True)
+    mask = stands_for_nothing(column) if is_text(column.type) else is_blank(column)
     found: NDArray[np.bool_] = mask.to_numpy(zero_copy_only=False)
     return found
 

@@ -99,13 +99,15 @@ def warn_if_rows_are_unordered(
         likely: other columns that by their names hold times.
         order, stacklevel: as in ``warn_if_out_of_order``.
     """
-    users = events.user.dictionary_encode().indices.to_numpy(zero_copy_only=False)
 
     def others() -> dict[str, Any]:  # of as many rows: not where lists in cells have become some
-        return {name: column for name, column in likely().items() if len(column) == len(users)}
+        return {name: column for name, column in likely().items() if len(column) == len(events)}
+
+    looked_at = events.user if time is None else events.user.slice(0, LOOKED_AT)
+    users = looked_at.dictionary_encode().indices.to_numpy(zero_copy_only=False)
 
     if time is not None:
-        tied = _tied_share(users[:LOOKED_AT], np.asarray(events.time)[:LOOKED_AT])
+        tied = _tied_share(users, np.asarray(events.time)[:LOOKED_AT])
         if tied < ALL_BUT_FEW:
             return
         shares = {name: _share_of(users, column) for name, column in others().items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import warnings
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -142,10 +143,10 @@ def test_rows_that_stand_in_the_order_of_item_ids_are_warned_of(tmp_path, kind, 
     said = f"nearly all events of a user {said} by 'item_id': that is the order of a sorted table"
     if kind == "csv":
         frame.to_csv(tmp_path / "a.csv", index=False)  # 10 after 9
-        read = lambda: Dataset.load(tmp_path / "a.csv")  # noqa: E731
+        read = partial(Dataset.load, tmp_path / "a.csv")
     else:
         frame["item_id"] = frame.item_id.map("{:02}".format) if kind is str else frame.item_id
-        read = lambda: Dataset.from_frame(frame)  # noqa: E731
+        read = partial(Dataset.from_frame, frame)
     with pytest.warns(UserWarning, match=said):
         read()
 
