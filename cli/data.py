@@ -6,6 +6,7 @@ import json
 import re
 from enum import Enum
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +18,8 @@ from recbft_cli.options import (
     Deduplicate,
     DropLastEvents,
     Item,
+    ItemKinds,
+    Items,
     KCore,
     MinHistory,
     MinItemEvents,
@@ -31,6 +34,7 @@ from recbft_cli.options import (
 
 if TYPE_CHECKING:
     from recbft.datasets.dataset import Dataset
+    from recbft.datasets.features import ItemFeatures
 
 app = typer.Typer(
     help="List, show, prepare and generate data sets.",
@@ -113,8 +117,10 @@ def show(
     where: Where = None,
     drop_last_events: DropLastEvents = None,
     min_history: MinHistory = None,
+    items: Items = None,
+    item_kinds: ItemKinds = None,
 ) -> None:
-    """Print counts, history lengths, density and ties of a data set."""
+    """Print counts, history lengths, density and ties of a data set, and what is known of its items."""
     from recbft.datasets import loading
 
     if source in loading.card_names():
@@ -284,6 +290,32 @@ def _print_statistics(dataset: Dataset) -> None:
     for name, number in dropped.items():
         if number:
             typer.echo(f"dropped: {name.replace('_', ' ')}: {number:,}")
+    if dataset.features is not None:
+        typer.echo(f"\n{_features(dataset, dataset.features)}")
+
+
+def _features(dataset: Dataset, features: ItemFeatures) -> str:
+    from recbft.reporting.tables import table
+
+    record = dataset.preparation["features"]
+    rows = [
+        [
+            found.name,
+            found.kind,
+            f"{found.num_known / len(features):.1%}",
+            found.num_distinct,
+            shorten(found.example or "", 60),
+        ]
+        for found in features.describe()
+    ]
+    return "\n".join(
+        [
+            table(["item feature", "kind", "items covered", "distinct values", "example"], rows),
+            f"items without any event: {record['items_without_events']:,} (they are part of the catalogue)",
+            f"items of the events without features: {record['items_without_features']:,}",
+            f"features hash {features.hash}",
+        ]
+    )
 
 
 def _share(value: float | None) -> str:

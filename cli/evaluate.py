@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from recbft.errors import UserError
-from recbft_cli.options import Columns, DataRoot, Item, OtherData, Run, Separator, Time, User, of_other_data
+from recbft_cli.options import (
+    Columns,
+    DataRoot,
+    Item,
+    ItemKinds,
+    Items,
+    OtherData,
+    Run,
+    Separator,
+    Time,
+    User,
+    of_other_data,
+)
 
 if TYPE_CHECKING:
     from recbft.datasets import Dataset
@@ -42,11 +54,16 @@ def evaluate(
     time: Time = None,
     separator: Separator = None,
     columns: Columns = None,
+    items: Items = None,
+    item_kinds: ItemKinds = None,
 ) -> None:
     """Rank every user's held-out item among all items with a trained model."""
     if filter_seen and both:
         raise UserError("--filter-seen has no effect with --both, which prints both settings; give one of them")
-    how = of_other_data(context, dataset, user=user, item=item, time=time, separator=separator, columns=columns)
+    how = of_other_data(
+        context, dataset, user=user, item=item, time=time, separator=separator, columns=columns,
+        items=items, item_kinds=item_kinds,
+    )  # fmt: skip
 
     from recbft.api import Recommender
     from recbft.config.fields import to_dict

@@ -79,6 +79,24 @@ MinHistory = Annotated[
     typer.Option("--min-history", help="Fewest events of a user: 3, or 2 to train on users too short to be tested."),
 ]
 
+# What is known of items.
+Items = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--items",
+        metavar="FILE",
+        help="Item features: a table, or auto for the .item file beside the events; repeat for .npy files of its rows.",
+    ),
+]
+ItemKinds = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--item-kind",
+        metavar="COLUMN=KIND",
+        help="category, set, set:SEPARATOR, number, words, vector, id or skip; guessed if left out. Repeat for more.",
+    ),
+]
+
 
 def of_other_data(context: typer.Context, dataset: str | None, **options: Any) -> dict[str, Any]:
     """How to read the data that ``-d`` names; the run knows how its own were read."""
@@ -91,7 +109,7 @@ def from_shell(**options: Any) -> dict[str, Any]:
     """The options that were given, those a shell can only pass as text taken apart."""
     from recbft.config.fields import Verbatim
 
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in options.items() if value not in (None, [])}
     given |= {
         name: Verbatim(given[name]) for name in ("user", "item", "time", "session", "separator") if name in given
     }  # "none", "~"

@@ -13,6 +13,8 @@ from recbft_cli.options import (
     Columns,
     DataRoot,
     Item,
+    ItemKinds,
+    Items,
     OtherData,
     Run,
     Separator,
@@ -66,13 +68,18 @@ def probe(
     time: Time = None,
     separator: Separator = None,
     columns: Columns = None,
+    items: Items = None,
+    item_kinds: ItemKinds = None,
 ) -> None:
     """Print how precision flows through a trained model, and whether it knows when it is right."""
     if out is not None and no_write:
         raise UserError("--out has no effect with --no-write; give one of them")
     if explain is not None:
         refuse_given(context, ("users", "out", "no_write"), "with --explain, which explains one user; leave it out")
-    how = of_other_data(context, dataset, user=user, item=item, time=time, separator=separator, columns=columns)
+    how = of_other_data(
+        context, dataset, user=user, item=item, time=time, separator=separator, columns=columns,
+        items=items, item_kinds=item_kinds,
+    )  # fmt: skip
 
     from recbft.api import Recommender
     from recbft.runs.folder import RunFolder

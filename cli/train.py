@@ -10,7 +10,7 @@ import typer
 
 from recbft.errors import UserError
 from recbft.system.torchrun import this_process
-from recbft_cli.options import DataRoot, Model, one_file, refuse_given
+from recbft_cli.options import DataRoot, ItemKinds, Items, Model, one_file, refuse_given
 from recbft_cli.progress import progress_for
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ def train(
         int | None, typer.Option(help="Decides initial weights, data order and dropout; 0 if left out.")
     ] = None,
     data_root: DataRoot = None,
+    items: Items = None,
+    item_kinds: ItemKinds = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder that gets the run's folder; runs if left out.")
     ] = None,
@@ -115,6 +117,8 @@ def train(
             update=update,
             seed=seed,
             data_root=data_root,
+            items=items or None,
+            item_kinds=item_kinds or None,
             deterministic=deterministic or None,
             warm_start=None if warm_start is None else str(warm_start),
         )

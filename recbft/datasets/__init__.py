@@ -1,7 +1,9 @@
 """From events to histories, vocabulary and leave-one-out views; nothing here knows a model."""
 
+from recbft.datasets.content import Content, ContentConfig, ItemContent
 from recbft.datasets.dataset import Dataset, View, leave_one_out
 from recbft.datasets.events import Events
+from recbft.datasets.features import ItemFeatures
 from recbft.datasets.formats import read_table
 from recbft.datasets.loading import card, card_names, default_dataset, is_available
 from recbft.datasets.planted import synthetic_dataset
@@ -10,8 +12,12 @@ from recbft.datasets.statistics import describe
 from recbft.datasets.synth import SyntheticConfig, generate, save_synthetic
 
 __all__ = [
+    "Content",
+    "ContentConfig",
     "Dataset",
     "Events",
+    "ItemContent",
+    "ItemFeatures",
     "Preparation",
     "SyntheticConfig",
     "View",

@@ -37,6 +37,27 @@ def check_columns(names: Sequence[str], wanted: Sequence[str], source: str) -> N
             raise UserError(f"{source}: column {column!r} occurs {list(names).count(column)} times; rename all but one")
 
 
+def as_table(frame: Any, wanted: Sequence[str] | None, name: str) -> Any:
+    """A frame as a pyarrow table; a column that arrow cannot hold is refused by name.
+
+    Args:
+        wanted: of a pandas frame, the columns; None for all.
+    """
+    if isinstance(frame, pd.DataFrame):
+        frame = frame.set_axis([str(column) for column in frame.columns], axis=1)
+        names = list(frame.columns)
+        check_columns(names, names if wanted is None else wanted, name)
+        chosen = dict.fromkeys(names if wanted is None else wanted)
+        return pa.table({column: from_pandas(frame[column], column, name) for column in chosen})
+    if isinstance(frame, pa.Table):
+        return frame
+    if hasattr(frame, "__arrow_c_stream__") and hasattr(
+        frame, "columns"
+    ):  # a single column, which is no table, has none
+        return pa.RecordBatchReader.from_stream(frame).read_all()
+    raise UserError(f"a {type(frame).__name__} is not a table; give a pandas data frame or a pyarrow table")
+
+
 def flat(table: Any, name: str) -> Any:
     """One column as one array, dictionaries (pandas categories) decoded."""
     column = table.column(name)

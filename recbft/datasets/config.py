@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from recbft.datasets.dataset import Dataset
+from recbft.datasets.features import kinds_in
 from recbft.datasets.formats import ending
 from recbft.datasets.loading import default_dataset
 from recbft.datasets.prepare import Preparation
@@ -40,10 +41,17 @@ class DataConfig:
     where: str | None = None
     drop_last_events: int = 0
     min_history: int = 3
+    # Files of item features: a table, and .npy files with a vector for each of its rows; "auto": RecBole's .item file.
+    items: tuple[str, ...] | None = None
+    item_kinds: tuple[str, ...] | None = None  # COLUMN=KIND, where a column's kind is not to be guessed
 
     def __post_init__(self) -> None:
         if self.dataset is not None and not self.dataset:
             raise UserError("dataset is empty; give a data set's name or a file")
+        if self.item_kinds is not None:
+            if self.items is None:
+                raise UserError("item_kinds has no effect without items; leave it out, or name a file of item features")
+            kinds_in(self.item_kinds)
         self.preparation()  # checks the values it holds
 
     @classmethod
@@ -55,6 +63,9 @@ class DataConfig:
         """
         filters = dataset.preparation.get("filters", {}) if dataset.columns else {}
         values: dict[str, Any] = {**more, "dataset": dataset.name, **dataset.columns, **filters}
+        if dataset.features is not None and dataset.features.files:
+            named = tuple(f"{column}={kind}" for column, kind in dataset.features.named.items())
+            values |= {"items": dataset.features.files, "item_kinds": named or None}
         return cls(**values)
 
     def resolved(self) -> DataConfig:
@@ -68,9 +79,10 @@ class DataConfig:
 
     def load(self) -> Dataset:
         """Read and prepare the data."""
-        how = {name: getattr(self, name) for name in ("data_root", *READ_BY)}
+        how = {name: getattr(self, name) for name in ("data_root", "items", *READ_BY)}
+        kinds = None if self.item_kinds is None else kinds_in(self.item_kinds)
         try:
-            return Dataset.load(str(self.resolved().dataset), **how, preparation=self.preparation())
+            return Dataset.load(str(self.resolved().dataset), **how, item_kinds=kinds, preparation=self.preparation())
         except MissingColumnError as error:
             if error.column not in ("user_id", "item_id"):  # which nobody has named
                 raise
@@ -109,6 +121,11 @@ class DataConfig:
                     f"data.{key} is {getattr(self, key)!r}, but a data set is given, which has its columns; "
                     "leave it out"
                 )
+        if self.items is not None and dataset.features is None:
+            raise UserError(
+                f"data.items is {list(self.items)}, but a data set is given, which has no item features; give them to "
+                "Dataset.from_frame or Dataset.load"
+            )
         for key, value in self.preparation().to_dict().items():
             if value not in (made.get(key), getattr(Preparation(), key)):
                 raise UserError(

@@ -22,10 +22,9 @@ Shapes: U users, T of them tested, V items, E events.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -37,9 +36,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
-from recbft.datasets.columns import SPREADSHEET_NUMBER, check_columns, flat, from_pandas, stands_for_nothing
+from recbft.datasets.columns import SPREADSHEET_NUMBER, as_table, flat, stands_for_nothing, whole_numbers_of
 from recbft.datasets.events import USUAL_TIME, Events
-from recbft.datasets.loading import METADATA_KEY, SYNTHETIC, Counts, by_session, find_events
+from recbft.datasets.features import ItemFeatures
+from recbft.datasets.hashing import sha256_of, text_parts
+from recbft.datasets.loading import (
+    AUTO,
+    METADATA_KEY,
+    SYNTHETIC,
+    Counts,
+    atomic_items,
+    by_session,
+    find_events,
+    root_folder,
+)
 from recbft.datasets.prepare import MIN_HISTORY, Preparation, prepare
 from recbft.datasets.row_order import time_columns, warn_if_rows_are_unordered
 from recbft.datasets.synth import SyntheticConfig, synthetic_events
@@ -70,6 +80,7 @@ class Dataset:
     # user, item, time, and session where there is one: the columns of the frame or file it was made of, None for those
     # that a card or a canonical file has; empty where it is one of these as it stands
     columns: dict[str, str | None] = field(default_factory=dict)
+    features: ItemFeatures | None = None  # of all V items, in the order of their indices
 
     def __post_init__(self) -> None:
         assert self.offsets[0] == 0 and self.offsets[-1] == len(self.items), "offsets span the events"
@@ -77,6 +88,7 @@ class Dataset:
         assert (np.diff((self.lengths >= MIN_HISTORY).astype(int)) <= 0).all(), "who is tested comes first"
         assert self.items.min() >= 1 and self.items.max() <= len(self.item_ids), "item indices are 1..V"
         assert self.times is None or len(self.times) == len(self.items)
+        assert self.features is None or len(self.features) == len(self.item_ids)
 
     def __repr__(self) -> str:
         counts = f"{self.num_users:,} users, {self.num_items:,} items, {self.num_events:,} events"
@@ -101,6 +113,8 @@ class Dataset:
         time: str | None = None,
         session: str | None = None,
         preparation: Preparation = DEFAULT_PREPARATION,
+        items: Any = None,
+        item_kinds: Mapping[str, str] | None = None,
     ) -> Dataset:
         """Make a data set of a table with one row per event.
 
@@ -113,6 +127,9 @@ class Dataset:
             session: the column of sessions, each a history: instead of a user, or beside ``user``, whose sessions are
                 then users of their own, USER/SESSION.
             preparation: filters and minimum counts, a ``recbft.datasets.Preparation``.
+            items: what is known of the items: a frame with one row per item, a file, or ``ItemFeatures``. Its column of
+                ids is called as the events' or ``item_id``. Items without events become part of the vocabulary.
+            item_kinds: its columns' kinds, where they are not to be guessed; see ``recbft.datasets.features``.
 
         Raises:
             UserError: a column is missing or holds what it may not, or no user is left with 3 events.
@@ -128,14 +145,15 @@ class Dataset:
         roles = by_session(named)
         roles["user"] = roles["user"] or "user_id"
         wanted = [column for column in roles.values() if column is not None] + preparation.columns()
-        table = _as_table(frame, wanted, name)
+        table = as_table(frame, wanted, name)
         events = Events.from_table(table, source=name, **roles, extra=preparation.columns())
         likely = partial(_likely_times, frame, table, wanted)
         warn_if_rows_are_unordered(events, str(item), named["time"], likely, "the frame's", stacklevel=2)
         made = cls.from_events(events, name=name, preparation=preparation)
         if session is None:
             named = {"user": roles["user"], "item": named["item"], "time": named["time"]}
-        return replace(made, columns=named)
+        made = replace(made, columns=named)
+        return made if items is None else made.with_features(ItemFeatures.of(items, item=item, kinds=item_kinds))
 
     @classmethod
     def load(
@@ -150,6 +168,8 @@ class Dataset:
         separator: str | None = None,
         columns: Sequence[str] | None = None,
         preparation: Preparation = DEFAULT_PREPARATION,
+        items: Any = None,
+        item_kinds: Mapping[str, str] | None = None,
     ) -> Dataset:
         """Load a data set by name, from a file, or ``"synthetic"``.
 
@@ -162,6 +182,8 @@ class Dataset:
             session: as in ``from_frame``.
             separator, columns: for delimited files without a header; see ``recbft.datasets.read_table``.
             preparation: filters and minimum counts; a card's own apply where none is asked for.
+            items, item_kinds: as in ``from_frame``; several files are a table and ``.npy`` files with a vector for each
+                of its rows, and ``"auto"`` is the ``.item`` file beside a RecBole ``.inter`` file.
 
         Raises:
             UserError: unknown name, missing or damaged file, bad data.
@@ -172,17 +194,50 @@ class Dataset:
         if str(name_or_path) == SYNTHETIC:
             if asked or preparation != DEFAULT_PREPARATION:
                 raise UserError("the synthetic data set has no file: columns and filters do not apply; leave them out")
-            return cls.from_events(synthetic_events(SyntheticConfig()), name=SYNTHETIC)
+            made = cls.from_events(synthetic_events(SyntheticConfig()), name=SYNTHETIC)
+            return made if items is None else made.with_features(ItemFeatures.of(items, kinds=item_kinds))
         found = find_events(name_or_path, data_root, asked, preparation)
         made = cls.from_events(found.events, name=found.name, preparation=found.preparation)
         if found.check is not None:
             counts = Counts(users=made.num_users, items=made.num_items, events=made.num_events)
             found.check(counts, made.content_hash)
         record = {**made.preparation, **found.record} if found.as_saved is None else found.as_saved
-        return replace(made, preparation=record, columns=found.columns)
+        made = replace(made, preparation=record, columns=found.columns)
+        if items is None:
+            return made
+        files = atomic_items(found.path) if items in (AUTO, [AUTO], (AUTO,)) else items
+        features = ItemFeatures.of(files, item=found.item, kinds=item_kinds, data_root=root_folder(data_root))
+        return made.with_features(features if files is items else replace(features, files=(AUTO,)))
+
+    def with_features(self, features: ItemFeatures) -> Dataset:
+        """With what is known of its items; items that have no event here follow the others in the features' order.
+
+        Raises:
+            UserError: no item of the events is among them.
+        """
+        rows = Vocabulary(features.ids).encode(self.item_ids)
+        if not rows.any():
+            raise UserError(
+                f"{features.source}: none of its {len(features):,} item ids, such as {shown_id(features.ids[0])}, is "
+                f"an item of {self.name!r}, such as {shown_id(self.item_ids[0])}; check the column of ids"
+            )
+        new = np.delete(features.ids, rows[rows > 0] - 1)
+        ids = _joined_ids(self.item_ids, new)
+        known = features.aligned(ids).telling()
+        record = {
+            "source": Path(features.source).name,
+            "kinds": dict(known.kinds),
+            "items_without_events": len(new),
+            "items_without_features": int((~known.covered[: self.num_items]).sum()),
+        }
+        preparation = {**self.preparation, "features": record}
+        return replace(self, item_ids=ids, features=known, preparation=preparation)
 
     def save(self, path: str | Path) -> None:
-        """Write the canonical Parquet file (user_id, item_id, timestamp if there are times), which ``load`` reads."""
+        """Write the canonical Parquet file (user_id, item_id, timestamp if there are times), which ``load`` reads.
+
+        It holds the events alone: features stay in their own file.
+        """
         path = user_path(path)
         if path.suffix.lower() not in (".parquet", ".pq"):
             raise UserError(f"{path}: the canonical file is Parquet; let its name end in .parquet")
@@ -190,7 +245,8 @@ class Dataset:
         table = {"user_id": pa.array(users), "item_id": pa.array(self.item_ids[self.items - 1])}
         if self.times is not None:
             table[USUAL_TIME] = pa.array(self.times)
-        record: dict[str, Any] = {"name": self.name, "preparation": self.preparation}
+        of_events = {key: value for key, value in self.preparation.items() if key != "features"}
+        record: dict[str, Any] = {"name": self.name, "preparation": of_events}
         record |= {"has_times": self.times is not None, "events": self.num_events}
         write_parquet(path, pa.table(table).replace_schema_metadata({METADATA_KEY: json.dumps(record)}))
 
@@ -235,9 +291,9 @@ class Dataset:
         the interleaving of users in the source; the name and the preparation do not enter.
         """
         times = np.empty(0, dtype=np.int64) if self.times is None else self.times
-        return _sha256(
+        return sha256_of(
             "recbft content 1", "times" if self.times is not None else "no times",
-            *_text_parts(self.user_ids), *_text_parts(self.item_ids), self.items, self.offsets, times,
+            *text_parts(self.user_ids), *text_parts(self.item_ids), self.items, self.offsets, times,
         )  # fmt: skip
 
     @cached_property
@@ -245,7 +301,13 @@ class Dataset:
         """SHA-256 of each tested user's raw id and raw test target, in order: equal hashes mean the same test."""
         T = self.num_tested
         targets = self.item_ids[self.items[self.offsets[1 : T + 1] - 1] - 1]
-        return _sha256("recbft targets 1", *_text_parts(self.user_ids[:T]), *_text_parts(targets))
+        return sha256_of("recbft targets 1", *text_parts(self.user_ids[:T]), *text_parts(targets))
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """``content_hash``, and ``features_hash`` where there are features: equal ones train the same models."""
+        of_features = {} if self.features is None else {"features_hash": self.features.hash}
+        return {"content_hash": self.content_hash, **of_features}
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -266,26 +328,21 @@ class Dataset:
             )
         if np.array_equal(index, np.arange(1, len(vocabulary) + 1)):
             return self
-        return replace(self, items=index[self.items - 1], item_ids=vocabulary.ids)
+        features = None if self.features is None else self.features.aligned(vocabulary.ids)
+        return replace(self, items=index[self.items - 1], item_ids=vocabulary.ids, features=features)
 
     def decode(self, indices: ArrayLike) -> NDArray[Any]:
         """Raw ids of item indices 1..V, in the indices' shape."""
         return self.vocabulary.decode(indices)
 
 
-def _as_table(frame: Any, wanted: Sequence[str], name: str) -> Any:
-    """The wanted columns as a pyarrow table; a column arrow cannot hold is refused by name."""
-    if isinstance(frame, pd.DataFrame):
-        frame = frame.set_axis([str(column) for column in frame.columns], axis=1)
-        check_columns(list(frame.columns), wanted, name)
-        return pa.table({column: from_pandas(frame[column], column, name) for column in dict.fromkeys(wanted)})
-    if isinstance(frame, pa.Table):
-        return frame
-    if hasattr(frame, "__arrow_c_stream__") and hasattr(
-        frame, "columns"
-    ):  # a single column, which is no table, has none
-        return pa.RecordBatchReader.from_stream(frame).read_all()
-    raise UserError(f"a {type(frame).__name__} is not a table; give a pandas data frame or a pyarrow table")
+def _joined_ids(ids: NDArray[Any], more: NDArray[Any]) -> NDArray[Any]:
+    """Ids and those that follow them, as whole numbers where all are the canonical texts of some."""
+    if ids.dtype != object and more.dtype == object:
+        more = whole_numbers_of(pa.array(more, pa.large_string())).to_numpy(zero_copy_only=False)
+    if ids.dtype == more.dtype:
+        return np.concatenate([ids, more])
+    return np.array([str(raw) for raw in (*ids.tolist(), *more.tolist())], dtype=object)
 
 
 def _likely_times(frame: Any, table: Any, wanted: Sequence[str]) -> dict[str, Any]:
@@ -294,7 +351,7 @@ def _likely_times(frame: Any, table: Any, wanted: Sequence[str]) -> dict[str, An
     for name in time_columns([str(column) for column in frame.columns] if is_pandas else table.column_names):
         with contextlib.suppress(UserError):  # a column that nobody named may hold anything
             if name not in wanted:
-                found[name] = flat(_as_table(frame, [name], "") if is_pandas else table, name)
+                found[name] = flat(as_table(frame, [name], "") if is_pandas else table, name)
     return found
 
 
@@ -314,23 +371,6 @@ def _warn_of_lost_ids(ids: NDArray[Any], counts: NDArray[np.int64], source: str)
             most = found[counts[found].argmax()]
             more = f"; {len(found) - 1:,} more like it" if len(found) > 1 else ""
             warnings.warn(f"{source} id {ids[most]!r} ({counts[most]:,} events{more}) {warning}", stacklevel=4)
-
-
-def _text_parts(ids: NDArray[Any]) -> tuple[NDArray[np.int64], bytes]:
-    """Lengths and bytes of the canonical texts."""
-    texts = pa.array(ids).cast(pa.large_string())
-    lengths = pc.binary_length(texts).to_numpy(zero_copy_only=False).astype(np.int64)
-    return lengths, b"".join(pc.cast(texts, pa.large_binary()).to_pylist())
-
-
-def _sha256(*parts: str | bytes | NDArray[np.int64]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        content = part.astype("<i8").tobytes() if isinstance(part, np.ndarray) else part
-        content = content.encode() if isinstance(content, str) else content
-        digest.update(len(content).to_bytes(8, "little"))
-        digest.update(content)
-    return digest.hexdigest()
 
 
 class View(NamedTuple):

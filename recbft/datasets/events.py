@@ -109,14 +109,14 @@ class Events:
         check_columns(table.column_names, [*roles, *extra], source)
         table = _one_event_per_row(table, [*roles, *extra], user, item, source)
         times, unit = (None, None) if time is None else read_times(flat(table, time), time, source)
-        users = _ids(flat(table, user), user, source)
+        users = read_ids(flat(table, user), user, source)
         if session is not None:
-            parts = [one.cast(pa.large_string()) for one in (users, _ids(flat(table, session), session, source))]
+            parts = [one.cast(pa.large_string()) for one in (users, read_ids(flat(table, session), session, source))]
             users = pc.binary_join_element_wise(*parts, pa.scalar("/", pa.large_string()))
         return cls(
             source=source,
             user=users,
-            item=_ids(flat(table, item), item, source),
+            item=read_ids(flat(table, item), item, source),
             time=times,
             time_unit=unit,
             extra={name: flat(table, name) for name in extra},
@@ -156,7 +156,8 @@ def _one_event_per_row(table: Any, wanted: Sequence[str], user: str, item: str, 
     return pa.table(made)
 
 
-def _ids(column: Any, name: str, source: str) -> Any:
+def read_ids(column: Any, name: str, source: str) -> Any:
+    """An arrow column of ids as ``Events`` keep them."""
     kind = column.type
     refuse_first(is_blank(column), column, name, source, BLANK_ID)
     if is_text(kind):

@@ -5,6 +5,7 @@
     .parquet .pq        typed columns
     .csv .tsv [.gz]     named columns; for a file without a header give its column names, and any separator ("::")
     .json .jsonl .ndjson [.gz]     one object per line
+    .item [.gz]         as .inter, for features of items
     .txt [.gz]          "user item" on each line, or "user item1 item2 ..." with one line per user
     folder, pattern     files of one format, such as ``events/`` or ``events/2024-*.parquet``, read one after the other
                         as one table: in the order of their names, numbers in these by size; names that begin with a
@@ -38,7 +39,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 
-from recbft.datasets.columns import check_columns, from_pandas
+from recbft.datasets.columns import check_columns, from_pandas, whole_numbers_of
 from recbft.errors import UserError
 from recbft.system.files import user_path
 
@@ -52,7 +53,9 @@ FORMATS = {
     ".jsonl": "json lines",
     ".ndjson": "json lines",
     ".txt": "text",
+    ".item": "inter",
 }
+EVENT_ENDINGS = tuple(end for end in FORMATS if end != ".item")
 TEXT_FORMATS = frozenset(("csv", "tsv", "inter", "text"))  # in which a number and its text are one
 SEPARATORS = {"csv": ",", "tsv": "\t", "inter": "\t"}
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -66,13 +69,19 @@ BLOCK = 16 << 20  # bytes that arrow reads at once; no row may be longer
 
 
 def read_table(
-    path: str | Path, wanted: Sequence[str], *, separator: str | None = None, columns: Sequence[str] | None = None
+    path: str | Path,
+    wanted: Sequence[str],
+    *,
+    ids: Sequence[str] = (),
+    separator: str | None = None,
+    columns: Sequence[str] | None = None,
 ) -> Any:
     """Read the wanted columns (user and item first) as a pyarrow table; the columns of text files come as text.
 
     Args:
         path: the file, a folder of files or a pattern (``*``); the ending names the format.
         wanted: column names. A plain text history has no names: its two columns take the first two.
+        ids: those of a text file that come as integers where the whole column is written as such.
         separator: between the fields of a delimited file (default: comma, tab for ``.tsv``, or what the first line
             shows); any text, or "tab", "comma", "semicolon", "pipe" or "space".
         columns: the names of all columns of a delimited file without a header.
@@ -82,7 +91,12 @@ def read_table(
     """
     files = source_files(path)
     parts = [_read_file(file, wanted, separator, columns) for file in files]
-    return parts[0] if len(files) == 1 else _joined(parts, files)
+    table = parts[0] if len(files) == 1 else _joined(parts, files)
+    if file_format(files[0], delimited=separator is not None or columns is not None) in TEXT_FORMATS:
+        for name in ids:
+            place = table.column_names.index(name)
+            table = table.set_column(place, name, whole_numbers_of(table.column(place)))
+    return table
 
 
 def _read_file(path: Path, wanted: Sequence[str], separator: str | None, columns: Sequence[str] | None) -> Any:
@@ -151,7 +165,7 @@ def source_files(path: str | Path) -> list[Path]:
         files = [file for file in kept if file.is_file() and FORMATS.get(ending(file), "inter") != "inter"]
         endings = sorted({ending(file) for file in files})
         if not files:
-            raise UserError(f"{path}: the folder holds no file of events ({', '.join(FORMATS)}); name a file")
+            raise UserError(f"{path}: the folder holds no file of events ({', '.join(EVENT_ENDINGS)}); name a file")
         if len(endings) > 1:
             raise UserError(
                 f"{path}: the folder holds files that end in {', '.join(endings)}; name one kind, such as "
@@ -173,6 +187,16 @@ def source_files(path: str | Path) -> list[Path]:
 def is_pattern(path: Path) -> bool:
     """Whether a path stands for all that match it."""
     return glob.has_magic(str(path))
+
+
+def column_types(path: str | Path) -> dict[str, str]:
+    """The types in the header of a RecBole atomic file, such as ``token_seq``; none in other files."""
+    path = source_files(path)[0]
+    with suppress(UserError), reading(path):
+        if path.is_file() and file_format(path) == "inter":
+            fields = (field.rpartition(":") for field in _first_line(path).split(SEPARATORS["inter"]))
+            return {name: kind for name, _, kind in fields if name}
+    return {}
 
 
 def atomic_file(path: Path) -> Path:
@@ -238,8 +262,6 @@ def _read_delimited(
 ) -> Any:
     separator = _separator(kind, separator, path, columns)
     names = list(columns) if columns is not None else _header(path, separator, kind)
-    if kind == "inter":
-        _refuse_lists(path, wanted)
     try:
         check_columns(names, wanted, str(path))
     except UserError as error:
@@ -326,16 +348,6 @@ def _first_line(path: Path) -> str:
 def _fields(line: str, separator: str, kind: str) -> list[str]:
     """What a line holds between separators."""
     return next(csv.reader([line], delimiter=separator), []) if _is_quoted(kind, separator) else line.split(separator)
-
-
-def _refuse_lists(path: Path, wanted: Sequence[str]) -> None:
-    """Refuse a column of RecBole's sequences, whose every cell is a history."""
-    for name, _, kind in (field.rpartition(":") for field in _first_line(path).split(SEPARATORS["inter"])):
-        if name in wanted and kind.endswith("_seq"):
-            raise UserError(
-                f"{path}: column {name!r} is of type {kind}, a list in each row, but a row holds one event; name the "
-                "column of single ids, such as item_id"
-            )
 
 
 def _with_unit_separators(path: Path, separator: str) -> bytes:

@@ -26,14 +26,14 @@ from typing import Any, NamedTuple
 import pyarrow.parquet as pq
 import yaml
 
-from recbft.datasets.columns import flat, whole_numbers_of
+from recbft.datasets.columns import flat
 from recbft.datasets.events import USUAL_TIME, Events
 from recbft.datasets.formats import (
-    FORMATS,
-    TEXT_FORMATS,
+    EVENT_ENDINGS,
     atomic_file,
     column_names,
-    file_format,
+    column_types,
+    ending,
     is_pattern,
     read_table,
     reading,
@@ -47,6 +47,7 @@ from recbft.system.files import user_path
 METADATA_KEY = b"recbft"
 DATA_ROOT_VARIABLE = "RECBFT_DATA_ROOT"
 SYNTHETIC = "synthetic"
+AUTO = "auto"  # in place of a file of item features: the one beside the events
 RECBOLE = "recbole:"  # begins the path of a file inside an installed RecBole
 
 
@@ -151,6 +152,8 @@ def default_dataset(data_root: str | Path | None = None) -> tuple[str, str | Non
 class FoundEvents(NamedTuple):
     """Events as they were found, and what a data set of them is."""
 
+    path: Path
+    item: str  # the column of item ids
     events: Events
     name: str
     preparation: Preparation  # what is still to be done to them
@@ -196,7 +199,7 @@ def find_events(
     name = known.name if known is not None else _name_of(path) if stored is None else stored["name"]
     as_saved = None if named else earlier
     check = partial(_warn_if_other, path, file, known) if known is not None and untouched else None
-    return FoundEvents(events, name, chosen.preparation, named, record, as_saved, check)
+    return FoundEvents(path, chosen.item, events, name, chosen.preparation, named, record, as_saved, check)
 
 
 def by_session(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,7 +224,7 @@ def _locate(name_or_path: str | Path, data_root: str | Path | None) -> tuple[Pat
     looks_like_a_file = isinstance(name_or_path, Path) or is_pattern(path) or path.suffix != "" or len(path.parts) > 1
     if not looks_like_a_file and not path.exists():
         folder = root_folder(data_root)
-        places = [] if folder is None else [folder / name, *(folder / f"{name}{ending}" for ending in FORMATS)]
+        places = [] if folder is None else [folder / name, *(folder / f"{name}{end}" for end in EVENT_ENDINGS)]
         found = next((place for place in places if place.exists()), None)
         if found is None:
             raise _unknown(name)
@@ -238,6 +241,16 @@ def _name_of(path: Path) -> str:
     return folder.resolve().name or "events"
 
 
+def atomic_items(events: Path) -> Path:
+    """The RecBole ``.item`` file beside an ``.inter`` file."""
+    name = events.name.partition(".inter")[0]
+    places = [events.with_name(f"{name}.item{end}") for end in ("", ".gz")] if ".inter" in events.name else []
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        raise UserError(f"items are 'auto', but there is no .item file beside {events}; name the file of item features")
+    return found
+
+
 def read_events(path: Path, how: CardFile) -> Events:
     """The events of a file in its order, with a warning where no time is named and a likely one contradicts it.
 
@@ -245,6 +258,15 @@ def read_events(path: Path, how: CardFile) -> Events:
     """
     separator, columns, extra = how.separator, how.columns, how.preparation.columns()
     named = [how.user, how.item, *(name for name in (how.time, how.session) if name is not None), *extra]
+    read = partial(read_table, path, ids=(how.user, how.item), separator=separator, columns=columns)
+    if ending(path) == ".item":
+        raise UserError(f"{path}: holds features of items; name a file of events, and give this one as items beside it")
+    for name, kind in column_types(path).items():
+        if name in named and kind.endswith("_seq"):
+            raise UserError(
+                f"{path}: column {name!r} is of type {kind}, a list in each row, but a row holds one event; name the "
+                "column of single ids, such as item_id"
+            )
 
     def with_likely() -> tuple[Any, list[str]]:
         """What is named and the columns that look like times, in one table; None and none where they are damaged."""
@@ -252,21 +274,17 @@ def read_events(path: Path, how: CardFile) -> Events:
         found = [name for name in time_columns(names) if name not in named]
         with suppress(ValueError):  # a column that nobody named may hold anything
             if found:
-                return read_table(path, [*named, *found], separator=separator, columns=columns), found
+                return read([*named, *found]), found
         return None, []
 
     table, found = with_likely() if how.time is None else (None, None)
     if table is None:
-        table = read_table(path, named, separator=separator, columns=columns)
+        table = read(named)
 
     def likely() -> dict[str, Any]:
         whole, names = with_likely() if found is None else (table, found)
         return {name: flat(whole, name) for name in names}
 
-    if file_format(source_files(path)[0], delimited=separator is not None or columns is not None) in TEXT_FORMATS:
-        for name in (how.user, how.item):
-            place = table.column_names.index(name)
-            table = table.set_column(place, name, whole_numbers_of(table.column(place)))
     roles: dict[str, Any] = {"user": how.user, "item": how.item, "time": how.time, "session": how.session}
     events = Events.from_table(table, source=str(path), **roles, extra=extra)
     warn_if_rows_are_unordered(events, how.item, how.time, likely, "file", stacklevel=2)

@@ -121,6 +121,8 @@ def look(path: str | Path) -> Look:
             dataset = config.load()
         except UserError as error:
             problem = str(error)
+    if dataset is not None and dataset.num_events == dataset.num_items:
+        notes.append("no item stands in two rows: a table of items is given with --items FILE, beside a file of events")
     notes += [" ".join(str(one.message).split()) for one in said]
     parts = f"{len(files):,} files, " if len(files) > 1 else ""
     return Look(config, f"{parts}{form.words}", form.sample.head(10), notes, dataset, problem)

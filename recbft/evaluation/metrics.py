@@ -164,7 +164,7 @@ def protocol(
         **({} if dataset.num_tested == dataset.num_users else {"users_tested": dataset.num_tested}),
         "items": dataset.num_items,
         "events": dataset.num_events,
-        "content_hash": dataset.content_hash,
+        **dataset.hashes,
         "target_hash": dataset.target_hash,
         "preparation": dict(dataset.preparation),
         "split": SPLIT,

@@ -222,7 +222,7 @@ def status(job: Job, dataset: Dataset) -> Status:
         return "missing"
     run = RunFolder.open(job.path)
     there = run.protocol
-    refuse_other_data(there["content_hash"], dataset, f"{job.path} holds a run", _REMEDY)
+    refuse_other_data(there, dataset, f"{job.path} holds a run", _REMEDY)
     refuse_other_settings(there["config"], to_dict(job.config), f"{job.path} holds a run with", _REMEDY)
     if there["recbft_version"] != recbft_version():
         raise UserError(

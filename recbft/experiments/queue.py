@@ -161,7 +161,7 @@ class _Queue:
             if not jobs:
                 continue
             self.waiting = _without(self.waiting, {job.path for job in jobs})
-            process, said = processes.start(work, jobs, self.folder, self.dataset.content_hash)
+            process, said = processes.start(work, jobs, self.folder, self.dataset.hashes)
             epochs, retries = _epochs(jobs), self.retries.get(jobs[0].path, 0)
             self.running[process.sentinel] = _Worker(process, said, jobs, time.monotonic(), epochs, retries)
 

@@ -247,13 +247,13 @@ def _check_same(
     before, now = (parse_yaml(text, "the study's config") for text in (config, base.to_yaml()))
     refuse_other_settings(before, now, "the study in --out was begun with", remedy.format("the options"))
     # Values on other data are no match for those of the trials before, whatever the file is called.
-    content = there.get("content_hash", dataset.content_hash)
-    refuse_other_data(content, dataset, "the study in --out was begun", remedy.format("the data"))
+    hashes = {name: there.get(name, value) for name, value in dataset.hashes.items()}
+    refuse_other_data({**there, **hashes}, dataset, "the study in --out was begun", remedy.format("the data"))
     lists = {"space": [repr(dimension) for dimension in space], "list of seeds": list(seeds)}
     for name, value in lists.items():
         if there.get(name, value) != value:
             raise UserError(f"the study in --out has another {name}; {remedy.format('the options')}")
-    for name, value in {"objective": objective, "config": config, "content_hash": content, **lists}.items():
+    for name, value in {"objective": objective, "config": config, **hashes, **lists}.items():
         study.set_user_attr(name, value)
 
 

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import starmap
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -31,8 +31,8 @@ _MOST, _LONGEST = 20, 1_000  # warnings that are passed on, and letters of each:
 ELSEWHERE = 75  # exit code of a worker that found its run taken
 
 
-def work(jobs: Sequence[Job], queue: Path, content_hash: str, say: Connection) -> None:
-    """The runs of one worker, in its own process, on data of the content that its command has found."""
+def work(jobs: Sequence[Job], queue: Path, hashes: Mapping[str, str], say: Connection) -> None:
+    """The runs of one worker, in its own process, on data of the hashes that its command has found."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():  # it was broken off while this worker was made
@@ -52,7 +52,7 @@ def work(jobs: Sequence[Job], queue: Path, content_hash: str, say: Connection) -
         for job in jobs:
             _remove_leftovers(job.path)
         dataset = jobs[0].config.data.load()
-        refuse_other_data(content_hash, dataset, "this command began", _CHANGED)
+        refuse_other_data(hashes, dataset, "this command began", _CHANGED)
         heard = _listen()  # the command has read the data itself, and has said what there is to say of them
         for job in jobs:
             status(job, dataset)  # the lock may have been another command's until now

@@ -142,17 +142,27 @@ def refuse_other_settings(there: Mapping[str, Any], now: Mapping[str, Any], what
         raise UserError(f"{what} {first_difference(before, after)}; {remedy}")
 
 
-def refuse_other_data(content_hash: str, dataset: Dataset, what: str, remedy: str) -> None:
+def refuse_other_data(begun: Mapping[str, Any], dataset: Dataset, what: str, remedy: str) -> None:
     """Refuse to go on with data of another content than those begun with, wherever they lie.
 
     Args:
+        begun: the hashes of these, as a protocol has them.
         what: what was begun, such as "DIR holds a run".
     """
-    if content_hash != dataset.content_hash:
+    if begun["content_hash"] != dataset.content_hash:
         raise UserError(
-            f"{what} on data with content {content_hash[:12]}, and {dataset.name!r} as loaded has "
+            f"{what} on data with content {begun['content_hash'][:12]}, and {dataset.name!r} as loaded has "
             f"{dataset.content_hash[:12]}; {remedy}"
         )
+    refuse_other_features(begun, dataset, what, remedy)
+
+
+def refuse_other_features(begun: Mapping[str, Any], dataset: Dataset, what: str, remedy: str) -> None:
+    """Refuse to go on with other item features, as ``refuse_other_data``; where there were none, any go."""
+    before, now = begun.get("features_hash"), dataset.hashes.get("features_hash")
+    if before not in (None, now):
+        has = "has none" if now is None else f"has features {now[:12]}"
+        raise UserError(f"{what} with item features {before[:12]}, and {dataset.name!r} as loaded {has}; {remedy}")
 
 
 def first_difference(there: Any, now: Any, key: str = "") -> str:

@@ -147,7 +147,7 @@ def _existing(config: RunConfig, path: str | Path, dataset: Dataset) -> RunFolde
     run = RunFolder.open(path)
     remedy = "give another folder, or remove that one"
     refuse_other_settings(run.protocol["config"], to_dict(config), f"{run.path} holds a run with", remedy)
-    refuse_other_data(run.protocol["content_hash"], dataset, f"{run.path} holds a run", remedy)
+    refuse_other_data(run.protocol, dataset, f"{run.path} holds a run", remedy)
     return run
 
 

@@ -24,7 +24,7 @@ from recbft.runs.environment import environment
 from recbft.runs.folder import RunFolder
 from recbft.system.files import user_path
 from recbft.training.build import loaded, make_parts, new_state, run_protocol
-from recbft.training.bundle import check_checkpoint, own_config, refuse_other_data
+from recbft.training.bundle import check_checkpoint, own_config, refuse_other_data, refuse_other_features
 from recbft.training.optimiser import idle_settings
 from recbft.training.process_settings import memory_explained, run_settings
 from recbft.training.process_team import ALONE, Team, departure_explained, join_team
@@ -101,8 +101,7 @@ def resume(
     if not isinstance(dataset, Dataset):
         dataset = config.data.load_again(dataset, None if data_root is None else str(data_root))
     if run.is_finished:
-        trained = run.protocol["content_hash"]
-        refuse_other_data(trained, dataset, f"{run.path} is finished, and was trained", "give those, or no data")
+        refuse_other_data(run.protocol, dataset, f"{run.path} is finished, and was trained", "give those, or no data")
         return run
     check_tensorboard(config.training)
     team = join_team(config.training)
@@ -161,6 +160,7 @@ def go_on(
         lost = run.checkpoint / checkpoint.STATE_FILE if run.checkpoint.is_dir() else run.checkpoint
         raise UserError(f"{lost} is gone, and what was trained with it; restore it, or train with --overwrite")
     state = new_state(config, dataset)
+    remedy = "load the data it was begun with, or train a new run"
     saved = checkpoint.load_state(run.checkpoint) if run.has_checkpoint else None
     if saved is not None:
         check_checkpoint(run, saved)
@@ -171,9 +171,9 @@ def go_on(
             vocabulary_hash=state.vocabulary_hash,
             folder=run.checkpoint,
         )
+        refuse_other_features(run.protocol, dataset, f"{run.path} was begun", remedy)
     else:
-        remedy = "load the data it was begun with, or train a new run"
-        refuse_other_data(run.protocol["content_hash"], dataset, f"{run.path} was begun", remedy)
+        refuse_other_data(run.protocol, dataset, f"{run.path} was begun", remedy)
     parts = make_parts(config, dataset, device, begins=not run.has_checkpoint)
     if parts.begun_from is not None and parts.begun_from["weights"] != run.protocol["begun_from"]["weights"]:
         raise UserError(

@@ -219,6 +219,19 @@ def test_a_file_without_header_is_read_with_columns_and_separator(capsys, tmp_pa
     assert (code, err) == (0, "") and "4" in out
 
 
+def test_data_show_says_what_is_known_of_the_items(capsys, events, tmp_path):
+    items = tmp_path / "items.csv"
+    items.write_text("id,genres,name\ni1,a|b,x y\ni2,b|a,z w\nnew,a,v u\n")
+    how = ["--items", items, "--item-kind", "id=id", "--item-kind", "name=words"]
+    how = ["--user", "user", "--item", "item", "--time", "when", *how]
+    code, out, err = run(capsys, "data", "show", events, *how)
+    assert (code, err) == (0, "")
+    assert re.search(r"\ngenres +set +37\.5% +2  a, b *\nname +words +37\.5% +3  x y *\n", out)  # 3 of 8 items
+    assert "items without any event: 1 (they are part of the catalogue)" in out
+    code, _, err = run(capsys, "data", "show", events, *how, "--item-kind", "name=wrods")
+    assert code == 2 and "the kind of column 'name' is 'wrods'; choose one of category" in err
+
+
 def test_data_list_shows_every_name_and_whether_it_was_found(capsys):
     code, out, _ = run(capsys, "data", "list")
     assert code == 0

@@ -139,3 +139,21 @@ def test_what_cannot_be_read_is_said(tmp_path):
     (tmp_path / "cut.jsonl").write_text(json.dumps({"a": 1}) + "\nnot JSON\n")
     with pytest.raises(UserError, match=r"cut\.jsonl: its columns are a, and a file of events has"):
         look(tmp_path / "cut.jsonl")
+
+
+@pytest.mark.parametrize("ending", [".csv", ".parquet", ".jsonl", ".item"])
+def test_a_table_of_items_is_told_from_events(tmp_path, ending):
+    items = pd.DataFrame({"item_id": range(8), "genre": list("abababab"), "vector": [[0.5, 1.5]] * 8})
+    path = tmp_path / f"items{ending}"
+    if ending == ".parquet":
+        items.to_parquet(path)
+    elif ending == ".jsonl":
+        items.to_json(path, orient="records", lines=True)
+    elif ending == ".csv":
+        items[["item_id", "genre"]].to_csv(path, index=False)
+    else:
+        path.write_text("item_id:token\tgenre:token_seq\n1\ta b\n2\tc\n")
+    found = look(path)
+    assert len(found.sample) >= 2 and (ending == ".item") == (found.problem is not None)
+    said = found.problem or "\n".join(found.notes)
+    assert ("holds features of items" if found.problem else "a table of items is given with --items") in said

@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 import torch
 
-from recbft.datasets import Dataset
+from recbft.datasets import Dataset, ItemFeatures
 from recbft.errors import RunError, UserError
 from recbft.evaluation.evaluate import evaluate
 from recbft.models import Popularity
@@ -258,6 +258,17 @@ def test_resuming_with_changed_events_over_the_same_items_is_refused(stopped, da
     refused(
         stopped, changed, r"with content \w{12}, but 'synthetic' as loaded has \w{12}; load the data it was trained on"
     )
+
+
+def test_resuming_with_other_item_features_is_refused(dataset, tmp_path):
+    items = pd.DataFrame({"item_id": dataset.item_ids, "size": np.arange(dataset.num_items)})
+    same, other = items.iloc[::-1], items.assign(size=items["size"] ** 2)
+    known = [dataset.with_features(ItemFeatures.from_frame(frame)) for frame in (items, same, other)]
+    run = one_run.train(load_run_config(model="pop"), tmp_path / "run", dataset=known[0])
+    assert one_run.resume(run.path, dataset=known[1]).is_finished
+    for changed, has in ((dataset, "has none"), (known[2], r"has features \w{12}")):
+        with pytest.raises(UserError, match=rf"trained with item features \w{{12}}, and 'synthetic' as loaded {has}"):
+            one_run.resume(run.path, dataset=changed)
 
 
 def test_resuming_a_changed_config_is_refused(stopped, dataset):
