@@ -212,6 +212,13 @@ class RunFolder:
         for path in self.path.glob(".*.tmp"):
             path.unlink()
 
+    def record_change(self, epoch: int, changed: Mapping[str, Any]) -> None:
+        """Write into ``environment.json``, if it can be read, what was one thing up to an epoch and then another."""
+        with contextlib.suppress(UserError):
+            made = self.environment
+            earlier = [one for one in made.get("changed", []) if one["after_epoch"] < epoch]
+            write_json(self.environment_file, {**made, "changed": [*earlier, {"after_epoch": epoch, **changed}]})
+
     def finish(self, metrics: Mapping[str, Any], per_user: pd.DataFrame | pa.Table) -> None:
         """Write the ranks, then the metrics, whose file marks the run as finished."""
         write_parquet(self.per_user_file, per_user)

@@ -20,7 +20,7 @@ from recbft.errors import RunError, UserError
 from recbft.evaluation.evaluate import evaluate
 from recbft.models import Popularity
 from recbft.models.backbone import Backbone
-from recbft.runs import checkpoint
+from recbft.runs import checkpoint, environment
 from recbft.runs.folder import RunFolder
 from recbft.training import one_run, session
 from recbft.training.bundle import load_trained
@@ -219,6 +219,33 @@ def test_an_interrupt_says_how_to_go_on_and_leaves_a_run_that_does(whole, datase
     with pytest.raises(UserError, match=r"holds a run that stopped after epoch 2; go on with `recbft train --resume"):
         one_run.train(config(), tmp_path / "cut", dataset=dataset)
     assert_equal_runs(whole, one_run.resume(tmp_path / "cut", dataset=dataset))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda patch: torch.set_num_threads(torch.get_num_threads() + 1), r"threads \d+ \(so far \d+\)"),
+        (lambda patch: patch.setattr(environment, "_kernels_in_c", lambda: "other"), r"kernels other \(so far \w+\)"),
+    ],
+    ids=["threads", "kernels"],
+)
+def test_a_run_that_goes_on_with_what_rounds_otherwise_says_and_records_it(stopped, dataset, monkeypatch, change, said):
+    threads, before = torch.get_num_threads(), stopped.environment
+    try:
+        change(monkeypatch)
+        told = rf"run goes on with {said}: its last digits will differ .*; environment\.json says so"
+        with pytest.warns(UserWarning, match=told), pytest.raises(Stopped):
+            one_run.resume(stopped.path, dataset=dataset, progress=StopAt(1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it goes on as it did last
+            run = one_run.resume(stopped.path, dataset=dataset)
+    finally:
+        torch.set_num_threads(threads)
+    now = run.environment
+    (changed,) = now.pop("changed")
+    assert now == before and changed.pop("after_epoch") == 2
+    ((key, (was, after)),) = changed.items()
+    assert said.startswith(key) and was == before[key] and after != was
 
 
 def test_an_interrupt_within_the_first_epoch_leaves_a_run_that_goes_on(dataset, tmp_path):
