@@ -44,7 +44,7 @@ from recbft.system.files import plain, read_json, write_atomic
 
 STATE_FILE = "state.json"
 FORMAT = 3
-READABLE = (2, FORMAT)  # 2 does not say on what the run was trained
+READABLE = (2, FORMAT)  # 2 does not say of which run it is, nor on what it was trained
 _FILE_NAME = re.compile(r"(epoch|best)-\d{5,}-[0-9a-f]{8}\.safetensors")  # as ``_write_tensors`` makes it
 _NAMES = {
     torch.bool: "BOOL",
@@ -75,6 +75,7 @@ class TrainState:
     best_metric: float | None = None  # of the validation metric that stops the run early
     best_epoch: int | None = None
     bad_epochs: int = 0  # validations since the best one
+    run: str | None = None  # as ``RunFolder.identity`` gives it
     digits_from: dict[str, Any] = field(default_factory=dict)  # as ``environment.digits_from`` gives it
     recbft_version: str = field(default_factory=recbft_version)
 

@@ -33,7 +33,7 @@ import pyarrow as pa
 
 from recbft.config.yaml_text import read_yaml
 from recbft.errors import UserError
-from recbft.evaluation.metrics import headline_setting
+from recbft.evaluation.metrics import config_hash, headline_setting
 from recbft.evaluation.probability import Calibration
 from recbft.runs import checkpoint
 from recbft.runs.locks import locked
@@ -180,6 +180,11 @@ class RunFolder:
         return _read_json(self.protocol_file)
 
     @property
+    def identity(self) -> str:
+        """What the files of a run have in common and those of another have not: SHA-256 of its protocol."""
+        return config_hash(self.protocol)
+
+    @property
     def environment(self) -> dict[str, Any]:
         """The content of ``environment.json``; UserError if it cannot be read."""
         return _read_json(self.environment_file)
@@ -189,7 +194,13 @@ class RunFolder:
         """The content of ``metrics.json``; UserError if the run is not finished or the file cannot be read."""
         if not self.is_finished:
             raise UserError(f"{self.path} is not finished; go on with `{self.resume_command}`")
-        return _read_json(self.metrics_file)
+        metrics = _read_json(self.metrics_file)
+        if metrics.pop("run", None) not in (None, self.identity):  # None: of a version that did not say it
+            raise UserError(
+                f"{self.metrics_file} is of another run than {self.protocol_file.name}; put its own file back, or "
+                "train again into a new folder"
+            )
+        return metrics
 
     def calibration(self, *, filter_seen: bool) -> Calibration | None:
         """What makes probabilities of the model's scores; None of a run that has none, or not yet."""
@@ -222,7 +233,7 @@ class RunFolder:
     def finish(self, metrics: Mapping[str, Any], per_user: pd.DataFrame | pa.Table) -> None:
         """Write the ranks, then the metrics, whose file marks the run as finished."""
         write_parquet(self.per_user_file, per_user)
-        write_json(self.metrics_file, metrics)
+        write_json(self.metrics_file, {**metrics, "run": self.identity})
 
     def write_history(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Rewrite ``history.csv``: one row per epoch, columns in the order in which rows bring them."""

@@ -54,7 +54,7 @@ class Session:
         if config.training.tensorboard and team.leads:
             self.progress = TensorBoard(run.path / "tensorboard", progress)
         self.rows: list[Row] = []
-        self.state.digits_from = digits_from(device)
+        self.state.run, self.state.digits_from = run.identity, digits_from(device)
         self.is_saved = False  # whether there is a state to go on from
         # Of several processes, each of which tells what is saved, the others wait for the first to write it.
         self.background = Background(in_thread=writes_in_background(device) and not team.several)
@@ -99,7 +99,10 @@ class Session:
 
     def _restore(self, loaded: Loaded) -> None:
         checkpoint.take_up(self.model, loaded.model_state, folder=self.run.checkpoint)
-        self.state, self.is_saved = replace(loaded.state, digits_from=self.state.digits_from), True
+        self.state, self.is_saved = (
+            replace(loaded.state, run=self.state.run, digits_from=self.state.digits_from),
+            True,
+        )
         if self.optimizer is not None:
             self.optimizer.load_state_dict(loaded.optimizer_state)
         self.controllers.load_state_dict(loaded.controllers_state)

@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 import torch
 
+from recbft.api.own_run import TrainedRun
 from recbft.datasets import Dataset
 from recbft.errors import RunError, UserError
 from recbft.evaluation.evaluate import evaluate
@@ -301,14 +302,41 @@ def test_resuming_a_changed_config_is_refused(stopped, dataset):
     refused(stopped, dataset, r"config.yaml lacks training.patience, with which the run was begun, and may be cut off")
 
 
-def test_the_checkpoint_of_another_run_is_refused(stopped, dataset, tmp_path):
-    other = one_run.train(config(seed=1, epochs=1), tmp_path / "other", dataset=dataset)
+@pytest.fixture(scope="module")
+def others(dataset, tmp_path_factory):
+    """A run of another seed, and one of other data of equal sizes and ids under the same name."""
+    folder, frame = tmp_path_factory.mktemp("others"), frame_of(dataset)
+    swapped = Dataset.from_frame(frame.assign(item_id=frame["item_id"].to_numpy()[::-1]), name="synthetic")
+    assert (swapped.num_users, swapped.num_items) == (dataset.num_users, dataset.num_items)
+    return {
+        "seed": one_run.train(config(seed=1, epochs=1), folder / "seed", dataset=dataset),
+        "data": one_run.train(config(), folder / "data", dataset=swapped),
+    }
+
+
+@pytest.mark.parametrize("other", ["seed", "data"])
+def test_the_checkpoint_of_another_run_is_refused(stopped, dataset, others, other):
     shutil.rmtree(stopped.checkpoint)
-    shutil.copytree(other.checkpoint, stopped.checkpoint)
-    said = r"checkpoint is of another run \(seed 1\) than .*protocol.json; put its own checkpoint back"
+    shutil.copytree(others[other].checkpoint, stopped.checkpoint)
+    said = (
+        r"checkpoint is of another run \(seed \d, data set 'synthetic' with content \w{12}\) than .*protocol.json; put"
+    )
     refused(stopped, dataset, said)
     with pytest.raises(UserError, match=said):
         load_trained(stopped.path)
+
+
+@pytest.mark.parametrize("other", ["seed", "data"])
+def test_the_protocol_or_the_metrics_of_another_run_are_refused(whole, others, other, tmp_path):
+    run = RunFolder.open(shutil.copytree(whole.path, tmp_path / "run"))
+    shutil.copy(others[other].metrics_file, run.metrics_file)
+    with pytest.raises(UserError, match=r"metrics\.json is of another run than protocol\.json; put its own file back"):
+        TrainedRun.read(run.path)
+    shutil.copy(whole.metrics_file, run.metrics_file)
+    assert run.metrics == whole.metrics and load_trained(run.path)
+    shutil.copy(others[other].protocol_file, run.protocol_file)
+    with pytest.raises(UserError, match=r"of another run|was changed since the run was begun: seed is 0 and was 1"):
+        load_trained(run.path)
 
 
 def test_resuming_in_another_precision_is_refused(stopped, dataset):
