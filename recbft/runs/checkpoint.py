@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from recbft.autograd.on_host import on_host
 from recbft.errors import UserError
 from recbft.system import recbft_version
-from recbft.system.files import plain, read_json, write_atomic
+from recbft.system.files import plain, read_json, remove, write_atomic
 
 STATE_FILE = "state.json"
 FORMAT = 3
@@ -364,7 +364,7 @@ def _remove_unnamed(folder: Path, content: Mapping[str, Any]) -> None:
     named = {content["tensors"]["file"], content["best"] and content["best"]["file"]}
     for path in [*folder.glob("*.safetensors"), *folder.glob(".*.tmp")]:
         if path.name not in named:
-            path.unlink(missing_ok=True)
+            remove(path)
 
 
 def _digest(content: Mapping[str, Any]) -> str:

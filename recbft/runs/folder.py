@@ -37,7 +37,7 @@ from recbft.evaluation.metrics import config_hash, headline_setting
 from recbft.evaluation.probability import Calibration
 from recbft.runs import checkpoint
 from recbft.runs.locks import locked
-from recbft.system.files import json_text, new_folder, read_json, write_atomic, write_json, write_parquet
+from recbft.system.files import json_text, new_folder, read_json, remove, write_atomic, write_json, write_parquet
 from recbft.system.torchrun import Process
 
 _ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{8}\.old")  # a run that is being replaced
@@ -219,9 +219,9 @@ class RunFolder:
         return locked(self.config_file, alone=alone)
 
     def remove_leftovers(self) -> None:
-        """Remove the hidden files that a killed process left half-written."""
+        """Remove what a killed process left half-written."""
         for path in self.path.glob(".*.tmp"):
-            path.unlink()
+            remove(path)
 
     def record_change(self, epoch: int, changed: Mapping[str, Any]) -> None:
         """Write into ``environment.json``, if it can be read, what was one thing up to an epoch and then another."""

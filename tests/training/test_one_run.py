@@ -185,6 +185,14 @@ def test_a_vocabulary_that_was_damaged_is_written_again(stopped, dataset, damage
     assert path.read_bytes() == whole and len(load_trained(stopped.path)[2]) == dataset.num_items
 
 
+def test_what_was_left_or_planted_in_a_run_does_not_stop_its_resume(whole, stopped, dataset):
+    for folder in (stopped.path, stopped.checkpoint):
+        (folder / ".x.tmp" / "in it").mkdir(parents=True)
+        (folder / ".y.tmp").symlink_to(stopped.path.parent)
+    assert_equal_runs(whole, one_run.resume(stopped.path, dataset=dataset))
+    assert not list(stopped.path.rglob(".*"))
+
+
 def test_whoever_listens_is_told_that_the_last_pass_over_all_users_begins(dataset, tmp_path):
     heard = []
 
