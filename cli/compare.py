@@ -22,6 +22,7 @@ from recbft_cli.options import (
     refuse_given,
     refuse_set,
 )
+from recbft_cli.terminal import say
 
 if TYPE_CHECKING:
     from recbft.experiments.plan import ArmSpec
@@ -138,7 +139,7 @@ def compare(
             skip_broken=skip_broken,
             **how,
         )
-        typer.echo(f"{concluded.text}\nwritten to {its}: comparison.md, comparison.json, commands.txt, runs/")
+        say(f"{concluded.text}\nwritten to {its}: comparison.md, comparison.json, commands.txt, runs/")
 
 
 def _one_by_one(models: str | None, out: Path, external: Collection[str]) -> list[tuple[str | None, Path]]:
@@ -179,7 +180,7 @@ def print_commands(jobs: Sequence[Any]) -> None:
 
     for job in jobs:
         if not RunFolder(job.path).is_finished:
-            typer.echo(job.command)
+            say(job.command)
 
 
 def _compare_runs(
@@ -202,7 +203,7 @@ def _compare_runs(
     comparison = comparison_of(runs, baseline=baseline, external=external, skip_broken=skip_broken)
     made = {"command": command, **provenance.of_runs(comparison.run_folders), "data": _data(comparison.protocol)}
     text = conclude(comparison, out, made=made, external=external, metrics=metrics)
-    typer.echo(f"{text}\nwritten to {out}: comparison.md, comparison.json")
+    say(f"{text}\nwritten to {out}: comparison.md, comparison.json")
 
 
 def _data(protocol: dict[str, Any]) -> dict[str, Any]:
@@ -217,12 +218,12 @@ def _pool(folders: Sequence[Path], out: Path | None) -> None:
     from recbft.system.files import make_folder, write_atomic, write_json
 
     pooled = pool([read_results(folder) for folder in folders])
-    typer.echo(pooled_document(pooled, markdown=False), nl=False)
+    say(pooled_document(pooled, markdown=False), nl=False)
     if out is not None:
         make_folder(out)
         write_json(out / "pooled.json", pooled)
         write_atomic(out / "pooled.md", pooled_document(pooled, markdown=True).encode())
-        typer.echo(f"\nwritten to {out}: pooled.md, pooled.json")
+        say(f"\nwritten to {out}: pooled.md, pooled.json")
 
 
 def _external(texts: Sequence[str]) -> dict[str, Path]:

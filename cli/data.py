@@ -25,6 +25,7 @@ from recbft_cli.options import (
     Where,
     from_shell,
 )
+from recbft_cli.terminal import say
 
 if TYPE_CHECKING:
     from recbft.datasets.dataset import Dataset
@@ -88,9 +89,9 @@ def list_datasets(data_root: DataRoot = None) -> None:
         found = "yes" if loading.is_available(card, data_root) else "no"
         rows.append([name, found, card.expected.users, card.expected.items, card.expected.events, card.title])
     rows.append([loading.SYNTHETIC, "yes", None, None, None, "generated from a seed"])
-    typer.echo(table(["name", "found", "users", "items", "events", "title"], rows))
+    say(table(["name", "found", "users", "items", "events", "title"], rows))
     if any(row[1] == "no" for row in rows):
-        typer.echo("\nrecbft data show NAME says where to get one that is not found.")
+        say("\nrecbft data show NAME says where to get one that is not found.")
 
 
 @app.command("show", epilog="Example: recbft data show amazon-beauty --data-root DIR")
@@ -114,7 +115,7 @@ def show(
 
     if source in loading.card_names():
         card = loading.card(source)
-        typer.echo(f"{card.title}\nsource   {card.source}\nlicence  {card.licence}\n")
+        say(f"{card.title}\nsource   {card.source}\nlicence  {card.licence}\n")
     _print_statistics(_load(locals()))
 
 
@@ -151,11 +152,11 @@ def prepare(
     if to is Target.recbole:
         config = _export(dataset, out, source_file)
         _print_statistics(dataset)
-        typer.echo(f"\nwritten to {out}; train on it with: recbft train --config {config}")
+        say(f"\nwritten to {out}; train on it with: recbft train --config {config}")
         return
     dataset.save(out)
     _print_statistics(dataset)
-    typer.echo(f"\nwritten to {out}; train on it with: recbft train -d {out}")
+    say(f"\nwritten to {out}; train on it with: recbft train -d {out}")
 
 
 @app.command("synth", epilog="Example: recbft data synth --out synthetic --seed 1")
@@ -178,7 +179,7 @@ def synth(
     synthetic = generate(config)
     make_folder(out)
     files = save_synthetic(synthetic, out / "synthetic.parquet")
-    typer.echo("written: " + ", ".join(map(str, files)))
+    say("written: " + ", ".join(map(str, files)))
 
 
 def _export(dataset: Dataset, folder: Path, source: Path | None) -> Path:
@@ -239,11 +240,11 @@ def _print_statistics(dataset: Dataset) -> None:
         ["target hash", figures.target_hash],
     ]
     width = max(len(row[0]) for row in rows)
-    typer.echo("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+    say("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
     dropped = dataset.preparation.get("dropped", {})
     for name, number in dropped.items():
         if number:
-            typer.echo(f"dropped: {name.replace('_', ' ')}: {number:,}")
+            say(f"dropped: {name.replace('_', ' ')}: {number:,}")
 
 
 def _share(value: float | None) -> str:

@@ -22,6 +22,7 @@ from recbft_cli.options import (
     one_file,
     refuse_set,
 )
+from recbft_cli.terminal import say
 
 if TYPE_CHECKING:
     from recbft.experiments.plan import ArmSpec
@@ -91,5 +92,5 @@ def sweep(
     }  # fmt: skip
     write_json(out / "sweep.json", result)
     write_atomic(out / "sweep.md", sweep_document(result, markdown=True).encode())
-    typer.echo(sweep_document(result, markdown=False), nl=False)
-    typer.echo(f"\nwritten to {out}: sweep.md, sweep.json, comparison.md, comparison.json, commands.txt, runs/")
+    say(sweep_document(result, markdown=False), nl=False)
+    say(f"\nwritten to {out}: sweep.md, sweep.json, comparison.md, comparison.json, commands.txt, runs/")

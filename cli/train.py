@@ -12,6 +12,7 @@ from recbft.errors import UserError
 from recbft.system.torchrun import this_process
 from recbft_cli.options import DataRoot, Model, one_file, refuse_given
 from recbft_cli.progress import progress_for
+from recbft_cli.terminal import say
 
 if TYPE_CHECKING:
     from recbft.runs.folder import RunFolder
@@ -154,7 +155,7 @@ def _print_results(run: RunFolder) -> None:
     if exposure := run.metrics.get("exposure"):
         targets = read_per_user(run)["target_count"]
         parts.append(format_exposure(exposure, float(targets.mean()), run.protocol))
-    typer.echo("\n".join([*parts, f"run folder: {run.path}"]))
+    say("\n".join([*parts, f"run folder: {run.path}"]))
 
 
 def models(
@@ -184,9 +185,9 @@ def models(
     for model, spec in MODELS.items():
         rows.append([model, "", spec.summary])
         rows += [["", key, spec.arm_summaries.get(key, "")] for key in spec.arms]
-    typer.echo(table(["model", "arm", "what it is"], rows))
+    say(table(["model", "arm", "what it is"], rows))
     mixers = [
         [mixer, ", ".join(model for model, spec in MODELS.items() if mixer in spec.mixers), spec.summary]
         for mixer, spec in MIXERS.items()
     ]
-    typer.echo("\n" + table(["mixer", "in", "what it is"], mixers))
+    say("\n" + table(["mixer", "in", "what it is"], mixers))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from recbft_cli.options import Arm, Config, DataRoot, DatasetName, Jobs, Model, Settings, one_file, refuse_set
+from recbft_cli.terminal import say
 
 if TYPE_CHECKING:
     from recbft.experiments.plan import ArmSpec
@@ -79,8 +80,8 @@ def tune(
     )
     result = {"metric": base.training.valid_metric, "objective": objective.value, "seeds": seeds, **result}
     write_json(out / "tune.json", result)
-    typer.echo(_text(result))
-    typer.echo(f"written to {out}: tune.json, study.db, runs/")
+    say(_text(result))
+    say(f"written to {out}: tune.json, study.db, runs/")
 
 
 def _text(result: dict[str, Any]) -> str:
