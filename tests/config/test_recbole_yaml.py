@@ -58,6 +58,17 @@ def read(tmp_path):
         ("val_interval: {timestamp: '[9.8e8,+1E9)'}", "data", "where", "timestamp>=9.8e8 and timestamp<1e9"),
         ("val_interval: {rating: [4, 5]}", "data", "where", "rating>=4 and rating<=5"),
         ("val_interval: {rating: '[4,inf)', year: '(-inf,2000)'}", "data", "where", "rating>=4 and year<2000"),
+        ("loss_type: BPR", "backbone", "loss", "bpr"),
+        ("loss_type: BPR", "backbone", "num_negatives", None),
+        (
+            "loss_type: BPR\ntrain_neg_sample_args: {distribution: uniform, sample_num: 3}",
+            "backbone",
+            "num_negatives",
+            3,
+        ),
+        ("loss_type: BPR\nneg_sampling: {uniform: 2}", "backbone", "num_negatives", 2),
+        ("model: SASRec\nlayer: post_norm", "backbone", "output_projection", True),  # RecBole's own SASRec
+        ("model: SASRec\nlayer: post_norm\noutput_projection: False", "backbone", "output_projection", False),
         ("model: BERT4Rec\nmask_ratio: 0.3", "backbone", "mask_probability", 0.3),
         ("model: BERT4Rec\nft_ratio: 0.25", "backbone", "last_item_probability", 0.25),
     ],
@@ -198,7 +209,9 @@ def test_a_data_path_is_kept_as_written_and_ml_100k_is_the_bundled_one(read, tmp
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("loss_type: BPR", "RecBole's sampled negatives; write loss_type: CE"),
+        ("loss_type: BPR\nneg_sampling: {popularity: 1}", "neg_sampling is {'popularity': 1}, but negatives are drawn"),
+        ("loss_type: BPR\ntrain_neg_sample_args: {sample_num: 1, dynamic: True}", "negatives are drawn uniformly"),
+        ("loss_type: BPR\ntraining_neg_sample_num: -1", "training_neg_sample_num is -1, but negatives are drawn unif"),
         ("loss_type: ce", "loss_type is 'ce'; write loss_type: CE"),
         ("train_neg_sample_args: {sample_num: 1}", "takes no sampled negatives; write train_neg_sample_args: ~"),
         ("MAX_ITEM_LIST_LENGHT: 50\nstopping_step: 3", "LENGHT'; did you mean 'MAX_ITEM_LIST_LENGTH'?"),
