@@ -18,7 +18,6 @@ from recbft_cli.options import (
     DryRun,
     Jobs,
     Settings,
-    one_file,
     refuse_given,
     refuse_set,
 )
@@ -111,10 +110,8 @@ def compare(
     from recbft.experiments.missing_runs import usual_workers
     from recbft_cli.progress import view_for
 
-    file = one_file(config)
-
     def configure(arm: ArmSpec, seed: int, *, model: str | None) -> RunConfig:
-        return arm.config(settings or (), file=file, seed=seed, model=model, dataset=dataset, data_root=data_root)
+        return arm.config(settings or (), file=config, seed=seed, model=model, dataset=dataset, data_root=data_root)
 
     # An empty text, such as of a variable that the shell does not know, asks for nothing and not for the usual.
     arms, seeds = ARMS if arms is None else arms, SEEDS if seeds is None else seeds

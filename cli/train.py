@@ -10,7 +10,7 @@ import typer
 
 from recbft.errors import UserError
 from recbft.system.torchrun import this_process
-from recbft_cli.options import DataRoot, Model, one_file, refuse_given
+from recbft_cli.options import DataRoot, Model, refuse_given
 from recbft_cli.progress import progress_for
 from recbft_cli.terminal import say
 
@@ -73,7 +73,11 @@ def train(
         typer.Option("--set", metavar="KEY=VALUE", help="A setting that `recbft models NAME` lists; repeat for more."),
     ] = None,
     config: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="YAML with settings; options and --set win.")
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="YAML with settings, RecBole's too; repeat, later ones win. Options and --set win over all.",
+        ),
     ] = None,
     warm_start: Annotated[
         Path | None,
@@ -101,13 +105,12 @@ def train(
         from recbft.training.bundle import own_config
         from recbft.training.run_config import load_run_config
 
-        file = one_file(config)
-        if warm_start is not None and file is None:
+        if warm_start is not None and not config:
             older = RunFolder.open(warm_start)
             own_config(older)  # whole: what is missing would be the usual value here
-            file = older.config_file
+            config = [older.config_file]
         run_config = load_run_config(
-            file,
+            config,
             settings or (),
             model=model,
             dataset=dataset,

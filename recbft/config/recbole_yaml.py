@@ -187,7 +187,9 @@ def lacking(tree: Mapping[str, Any], fields: Collection[str]) -> tuple[set[str],
     names = MODEL_KEYS | {key: key for key in LAYERS}
     absent = {key: name for key, name in names.items() if tree.get(key) is not None and name not in fields}
     absent = {key: name for key, name in absent.items() if key == name or name not in tree}
-    return set(absent.values()), [key for key in absent if not is_done(key, tree[key])]
+    if tree.get("loss_type") == "BPR" and "loss" not in fields:
+        absent |= {"loss_type": "loss", "train_neg_sample_args": "num_negatives"}
+    return set(absent.values()), [key for key in absent if not is_done(key, tree.get(key, False))]
 
 
 def written(tree: Mapping[str, Any]) -> dict[str, str]:

@@ -169,7 +169,7 @@ class Session:
             return
         if self.config.training.warm_start is not None:
             self.progress.note(f"begins from {begun_from(self.run.protocol)}")
-        self._save(best=None)
+        self._save(best=None if self.config.training.epochs else self.model.state_dict())
         self.background.wait()
 
     def validate(self) -> dict[str, float]:

@@ -24,7 +24,9 @@ from recbft.models.backbone import Backbone
 from recbft.runs import checkpoint, environment
 from recbft.runs.folder import RunFolder
 from recbft.training import one_run, session
+from recbft.training.build import build_model
 from recbft.training.bundle import load_trained
+from recbft.training.many_seeds import train_seeds
 from recbft.training.progress import Silent
 from recbft.training.run_config import load_run_config
 from tests.training.conftest import StopAt, Stopped, assert_equal_runs, config
@@ -103,6 +105,19 @@ def test_a_model_that_is_not_trained_is_evaluated_and_finished(dataset, tmp_path
         assert run.metrics[part] == evaluate(model, dataset, part, filter_seen=True).metrics
     assert run.metrics["filter_seen"] is True and run.metrics["epochs"] == 0
     assert one_run.resume(run.path, dataset=dataset).metrics == run.metrics
+
+
+def test_no_epoch_evaluates_what_training_would_begin_with_and_no_rate_changes_nothing(dataset, tmp_path):
+    none = one_run.train(config("matched", epochs=0), tmp_path / "none", dataset=dataset)
+    still = one_run.train(config("matched", epochs=1, learning_rate=0), tmp_path / "still", dataset=dataset)
+    assert none.metrics["epochs"] == 0 and none.metrics["best_epoch"] is None and none.read_history() == []
+    assert none.metrics["test"] == still.metrics["test"]
+    untrained = build_model(config("matched", epochs=0), dataset)
+    for run in (none, still):
+        for name, value in checkpoint.load_best(run.checkpoint).items():
+            assert name == "ramp" or torch.equal(value, untrained.state_dict()[name]), name
+    (together,) = train_seeds([config("matched", epochs=0)], [tmp_path / "together"], dataset=dataset)
+    assert together.metrics["test"] == none.metrics["test"]
 
 
 # Resuming --------------------------------------------------------------------------------------------
