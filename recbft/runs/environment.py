@@ -19,6 +19,7 @@ from recbft.kernels import c_library, dispatch
 from recbft.system import recbft_version
 
 ROOT = Path(__file__).resolve().parents[2]
+BUILT_FROM = Path(__file__).with_name("commit.txt")  # which setup.py writes
 
 
 def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -81,7 +82,9 @@ def cpu_model() -> str:
 
 
 def commit() -> str:
-    """The commit of the source, marked where tracked files differ from it; "unknown" for an installed package."""
+    """The commit of the source, or of what an installed package was built from; marked where tracked files differed."""
+    if BUILT_FROM.is_file():
+        return BUILT_FROM.read_text().strip()
     try:
         # An installed package may lie inside a repository of its user's, whose commit says nothing about it.
         if Path(_output("git", "rev-parse", "--show-toplevel")).resolve() != ROOT:
