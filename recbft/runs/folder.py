@@ -181,8 +181,12 @@ class RunFolder:
 
     @property
     def identity(self) -> str:
-        """What the files of a run have in common and those of another have not: SHA-256 of its protocol."""
-        return config_hash(self.protocol)
+        """What its files have in common and those of another run have not: SHA-256 of the protocol.
+
+        Where the data lay and what they were called is no part of it.
+        """
+        protocol = self.protocol
+        return config_hash({**protocol, "dataset": None, "config": {**protocol.get("config", {}), "data": None}})
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -195,7 +199,8 @@ class RunFolder:
         if not self.is_finished:
             raise UserError(f"{self.path} is not finished; go on with `{self.resume_command}`")
         metrics = _read_json(self.metrics_file)
-        if metrics.pop("run", None) not in (None, self.identity):  # None: of a version that did not say it
+        run = metrics.pop("run", None)  # None: of a version that did not say it
+        if run is not None and run != self.identity:
             raise UserError(
                 f"{self.metrics_file} is of another run than {self.protocol_file.name}; put its own file back, or "
                 "train again into a new folder"
