@@ -31,6 +31,7 @@ from recbft_cli.options import (
     Where,
     from_shell,
 )
+from recbft_cli.terminal import say
 
 if TYPE_CHECKING:
     from recbft.datasets.dataset import Dataset
@@ -95,9 +96,9 @@ def list_datasets(data_root: DataRoot = None) -> None:
         found = "yes" if loading.is_available(card, data_root) else "no"
         rows.append([name, found, card.expected.users, card.expected.items, card.expected.events, card.title])
     rows.append([loading.SYNTHETIC, "yes", None, None, None, "generated from a seed"])
-    typer.echo(table(["name", "found", "users", "items", "events", "title"], rows))
+    say(table(["name", "found", "users", "items", "events", "title"], rows))
     if any(row[1] == "no" for row in rows):
-        typer.echo("\nrecbft data show NAME says where to get one that is not found.")
+        say("\nrecbft data show NAME says where to get one that is not found.")
 
 
 @app.command("show", epilog="Example: recbft data show amazon-beauty --data-root DIR")
@@ -125,7 +126,7 @@ def show(
 
     if source in loading.card_names():
         card = loading.card(source)
-        typer.echo(f"{card.title}\nsource   {card.source}\nlicence  {card.licence}\n")
+        say(f"{card.title}\nsource   {card.source}\nlicence  {card.licence}\n")
     _print_statistics(_load(locals()))
 
 
@@ -164,11 +165,11 @@ def prepare(
     if to is Target.recbole:
         config = _export(dataset, out, source_files)
         _print_statistics(dataset)
-        typer.echo(f"\nwritten to {out}; train on it with: recbft train --config {config}")
+        say(f"\nwritten to {out}; train on it with: recbft train --config {config}")
         return
     dataset.save(out)
     _print_statistics(dataset)
-    typer.echo(f"\nwritten to {out}; train on it with: recbft train -d {out}")
+    say(f"\nwritten to {out}; train on it with: recbft train -d {out}")
 
 
 @app.command("look", epilog="Example: recbft data look events.csv")
@@ -182,21 +183,21 @@ def look_at(
     roles = {name: getattr(found.config, name) for name in ("user", "item", "time", "session")}
     roles["user"] = roles["user"] or (None if roles["session"] else "user_id")
     roles["item"] = roles["item"] or "item_id"
-    typer.echo(f"{file}: {found.form}\n")
-    typer.echo(found.sample.to_string(index=False, max_colwidth=30) + "\n")
+    say(f"{file}: {found.form}\n")
+    say(found.sample.to_string(index=False, max_colwidth=30) + "\n")
     for role, name in roles.items():
         if name is not None:
-            typer.echo(f"{role:<8} {name}")
+            say(f"{role:<8} {name}")
     if roles["time"] is None:
-        typer.echo("time     none: rows are taken in the order of the file")
+        say("time     none: rows are taken in the order of the file")
     if found.dataset is not None:
-        typer.echo("")
+        say("")
         _print_statistics(found.dataset)
     for note in found.notes:
-        typer.echo(f"\nnote: {note}")
+        say(f"\nnote: {note}")
     if found.problem is not None:
         raise UserError(f"{found.problem} (what was guessed: {found.command()})")
-    typer.echo(f"\ntrain on it with: {found.command()}")
+    say(f"\ntrain on it with: {found.command()}")
 
 
 @app.command("synth", epilog="Example: recbft data synth --out synthetic --seed 1")
@@ -219,7 +220,7 @@ def synth(
     synthetic = generate(config)
     make_folder(out)
     files = save_synthetic(synthetic, out / "synthetic.parquet")
-    typer.echo("written: " + ", ".join(map(str, files)))
+    say("written: " + ", ".join(map(str, files)))
 
 
 def _export(dataset: Dataset, folder: Path, sources: list[Path]) -> Path:
@@ -285,13 +286,13 @@ def _print_statistics(dataset: Dataset) -> None:
         ["target hash", figures.target_hash],
     ]
     width = max(len(row[0]) for row in rows)
-    typer.echo("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+    say("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
     dropped = dataset.preparation.get("dropped", {})
     for name, number in dropped.items():
         if number:
-            typer.echo(f"dropped: {name.replace('_', ' ')}: {number:,}")
+            say(f"dropped: {name.replace('_', ' ')}: {number:,}")
     if dataset.features is not None:
-        typer.echo(f"\n{_features(dataset, dataset.features)}")
+        say(f"\n{_features(dataset, dataset.features)}")
 
 
 def _features(dataset: Dataset, features: ItemFeatures) -> str:

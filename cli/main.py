@@ -23,6 +23,7 @@ from recbft.errors import OneProcessError, RunError, UserError, shortened
 from recbft.system.memory import keep_freed_memory
 from recbft.system.torchrun import this_process
 from recbft_cli import compare, data, evaluate, probe, recommend, report, sweep, train, tune
+from recbft_cli.terminal import visible
 
 _ORDER = "train evaluate recommend compare report stratify probe sweep tune data models"
 
@@ -95,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         message, code = _ending(error)
         if message and not _is_told_elsewhere(error):
-            print(f"error: {_visible(message)}", file=sys.stderr)
+            print(f"error: {visible(message)}", file=sys.stderr)
         return code
     if code == 130:  # typer's answer to Ctrl-C
         if not _is_told_elsewhere(KeyboardInterrupt()):
@@ -179,12 +180,7 @@ def _is_shortage(error: BaseException) -> bool:
 
 
 def _show_warning(message: Warning | str, *_where: object, **_how: object) -> None:
-    print(f"warning: {_visible(' '.join(str(message).split()))}", file=sys.stderr)
-
-
-def _visible(message: str) -> str:
-    """A message whose signs for a terminal, as the data of somebody else may hold, are shown and not followed."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in shortened(message))
+    print(f"warning: {visible(shortened(' '.join(str(message).split())))}", file=sys.stderr)
 
 
 def _sentence(message: str) -> str:

@@ -22,7 +22,9 @@ DatasetName = Annotated[
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of every run; repeat for more.")
 ]
-Config = Annotated[list[Path] | None, typer.Option(metavar="FILE", help="YAML with settings of every run.")]
+Config = Annotated[
+    list[Path] | None, typer.Option(metavar="FILE", help="YAML with settings of every run; repeat, later ones win.")
+]
 Jobs = Annotated[
     int | None,
     typer.Option("-j", "--jobs", metavar="N", help="Runs trained at a time; if left out the cores, at most 4."),
@@ -125,14 +127,6 @@ def refuse_given(context: typer.Context, parameters: Iterable[str], why: str) ->
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             raise UserError(f"{options[name]} has no effect {why}")
-
-
-def one_file(given: Sequence[Path] | None) -> Path | None:
-    """The file of ``--config``; several would be read as the last of them alone."""
-    if given and len(given) > 1:
-        names = " and ".join(map(str, given))
-        raise UserError(f"--config is given {len(given)} times; put what {names} say into one file")
-    return given[0] if given else None
 
 
 def refuse_set(settings: Sequence[str], options: Iterable[str]) -> None:

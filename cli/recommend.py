@@ -18,6 +18,7 @@ from recbft.errors import UserError
 from recbft_cli.evaluate import say_unfinished
 from recbft_cli.options import Columns, Item, Run, Separator, Session, Time, User, from_shell
 from recbft_cli.progress import SILENCE
+from recbft_cli.terminal import say
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -165,20 +166,20 @@ def _filters(file: Path, protocol: dict[str, Any], how: dict[str, Any]) -> dict[
 
 def _say_left_out(attrs: dict[Any, Any], where: str | None = None, deduplicate: str | None = None) -> None:
     if filtered := attrs["filtered_out"]:
-        typer.echo(f"left out, as in training, events without {where}: {filtered:,}", err=True)
+        say(f"left out, as in training, events without {where}: {filtered:,}", err=True)
     if repeated := attrs["repeated"]:
-        typer.echo(f"left out, as in training, repeated events (all but the {deduplicate}): {repeated:,}", err=True)
+        say(f"left out, as in training, repeated events (all but the {deduplicate}): {repeated:,}", err=True)
 
 
 def _report(attrs: dict[Any, Any], k: int) -> None:
     """Say on stderr what the lists do not show."""
     if unknown := attrs["unknown_events"]:
-        typer.echo(f"skipped events with items that the model does not know: {unknown:,}", err=True)
+        say(f"skipped events with items that the model does not know: {unknown:,}", err=True)
     if users := attrs["skipped_users"]:
-        typer.echo(f"skipped users without a known item: {len(users):,}, such as {users[0]}", err=True)
+        say(f"skipped users without a known item: {len(users):,}, such as {users[0]}", err=True)
     if short := attrs["short_lists"]:
         fewest = attrs["shortest_list"]
-        typer.echo(f"users with fewer than {k:,} items left: {short:,}, the fewest {fewest:,}", err=True)
+        say(f"users with fewer than {k:,} items left: {short:,}, the fewest {fewest:,}", err=True)
 
 
 def _ids(file: Path | None, item: str | None) -> Sequence[Any] | None:
@@ -218,7 +219,7 @@ def _write(blocks: Iterable[pd.DataFrame], out: Path | None) -> list[dict[Any, A
             block.attrs = {}  # which a Parquet file would keep
             num_rows += len(block)
             if monotonic() - spoke >= SILENCE:
-                typer.echo(f"{num_rows:,} recommendations so far", err=True)
+                say(f"{num_rows:,} recommendations so far", err=True)
                 spoke = monotonic()
             yield block
 
@@ -228,7 +229,7 @@ def _write(blocks: Iterable[pd.DataFrame], out: Path | None) -> list[dict[Any, A
     else:
         write = _csv if out.suffix.lower() == ".csv" else _parquet
         write_atomic(out, lambda file: write(noted(), file))
-        typer.echo(f"{num_rows:,} recommendations written to {out}")
+        say(f"{num_rows:,} recommendations written to {out}")
     return attrs
 
 

@@ -36,12 +36,13 @@ def test_training_prints_the_table_the_protocol_and_the_folder(capsys, events, t
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
-@pytest.mark.parametrize(
-    "command", [["train"], ["compare", "--out", "x"], ["tune", "--out", "x", "--space", "epochs=1,2"]]
-)
-def test_a_second_config_is_refused_and_not_read_alone(capsys, command):
-    code, _, err = run(capsys, *command, "--config", "a.yaml", "--config", "b.yaml")
-    assert (code, err) == (2, "error: --config is given 2 times; put what a.yaml and b.yaml say into one file\n")
+def test_of_several_config_files_all_are_read(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text("epochs: nine\n")
+    Path("b.yaml").write_text("stopping_step: 3\n")
+    for command in (["train"], ["compare", "--out", "x"], ["tune", "--out", "x", "--space", "epochs=1,2"]):
+        code, _, err = run(capsys, *command, "-m", "SASRec", "--config", "a.yaml", "--config", "b.yaml")
+        assert code == 2 and err.endswith("a.yaml and b.yaml: epochs is 'nine'; give a whole number\n")
 
 
 def test_evaluate_repeats_the_numbers_of_the_run(capsys, finished):

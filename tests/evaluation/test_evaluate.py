@@ -221,7 +221,7 @@ def test_an_evaluation_tells_of_the_lists_of_its_own_scores_in_both_settings(lab
     histories_at_once(16)
     dataset = lab.make_dataset(num_users=70, num_items=40, seed=1)
     model = lab.make_model(dataset, *arm)
-    found = evaluate(model, dataset, "test", ks=(3, 50), memory_mb=memory_mb, lists=True)
+    found = evaluate(model, dataset, "test", ks=(3, 50, 9 * 10**18), memory_mb=memory_mb, lists=True)
     assert evaluate(model, dataset, "test", ks=(3, 50)).exposure is None
     view = leave_one_out(dataset).test
     with torch.no_grad():
