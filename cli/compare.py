@@ -18,10 +18,10 @@ from recbft_cli.options import (
     DryRun,
     Jobs,
     Settings,
-    one_file,
     refuse_given,
     refuse_set,
 )
+from recbft_cli.terminal import say
 
 if TYPE_CHECKING:
     from recbft.experiments.plan import ArmSpec
@@ -110,10 +110,8 @@ def compare(
     from recbft.experiments.missing_runs import usual_workers
     from recbft_cli.progress import view_for
 
-    file = one_file(config)
-
     def configure(arm: ArmSpec, seed: int, *, model: str | None) -> RunConfig:
-        return arm.config(settings or (), file=file, seed=seed, model=model, dataset=dataset, data_root=data_root)
+        return arm.config(settings or (), file=config, seed=seed, model=model, dataset=dataset, data_root=data_root)
 
     # An empty text, such as of a variable that the shell does not know, asks for nothing and not for the usual.
     arms, seeds = ARMS if arms is None else arms, SEEDS if seeds is None else seeds
@@ -138,7 +136,7 @@ def compare(
             skip_broken=skip_broken,
             **how,
         )
-        typer.echo(f"{concluded.text}\nwritten to {its}: comparison.md, comparison.json, commands.txt, runs/")
+        say(f"{concluded.text}\nwritten to {its}: comparison.md, comparison.json, commands.txt, runs/")
 
 
 def _one_by_one(models: str | None, out: Path, external: Collection[str]) -> list[tuple[str | None, Path]]:
@@ -179,7 +177,7 @@ def print_commands(jobs: Sequence[Any]) -> None:
 
     for job in jobs:
         if not RunFolder(job.path).is_finished:
-            typer.echo(job.command)
+            say(job.command)
 
 
 def _compare_runs(
@@ -202,7 +200,7 @@ def _compare_runs(
     comparison = comparison_of(runs, baseline=baseline, external=external, skip_broken=skip_broken)
     made = {"command": command, **provenance.of_runs(comparison.run_folders), "data": _data(comparison.protocol)}
     text = conclude(comparison, out, made=made, external=external, metrics=metrics)
-    typer.echo(f"{text}\nwritten to {out}: comparison.md, comparison.json")
+    say(f"{text}\nwritten to {out}: comparison.md, comparison.json")
 
 
 def _data(protocol: dict[str, Any]) -> dict[str, Any]:
@@ -217,12 +215,12 @@ def _pool(folders: Sequence[Path], out: Path | None) -> None:
     from recbft.system.files import make_folder, write_atomic, write_json
 
     pooled = pool([read_results(folder) for folder in folders])
-    typer.echo(pooled_document(pooled, markdown=False), nl=False)
+    say(pooled_document(pooled, markdown=False), nl=False)
     if out is not None:
         make_folder(out)
         write_json(out / "pooled.json", pooled)
         write_atomic(out / "pooled.md", pooled_document(pooled, markdown=True).encode())
-        typer.echo(f"\nwritten to {out}: pooled.md, pooled.json")
+        say(f"\nwritten to {out}: pooled.md, pooled.json")
 
 
 def _external(texts: Sequence[str]) -> dict[str, Path]:

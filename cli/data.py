@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from recbft.errors import UserError
 from recbft_cli.options import (
     Columns,
     DataRoot,
@@ -20,14 +21,17 @@ from recbft_cli.options import (
     ItemKinds,
     Items,
     KCore,
+    MinHistory,
     MinItemEvents,
     MinUserEvents,
     Separator,
+    Session,
     Time,
     User,
     Where,
     from_shell,
 )
+from recbft_cli.terminal import say
 
 if TYPE_CHECKING:
     from recbft.datasets.dataset import Dataset
@@ -92,9 +96,9 @@ def list_datasets(data_root: DataRoot = None) -> None:
         found = "yes" if loading.is_available(card, data_root) else "no"
         rows.append([name, found, card.expected.users, card.expected.items, card.expected.events, card.title])
     rows.append([loading.SYNTHETIC, "yes", None, None, None, "generated from a seed"])
-    typer.echo(table(["name", "found", "users", "items", "events", "title"], rows))
+    say(table(["name", "found", "users", "items", "events", "title"], rows))
     if any(row[1] == "no" for row in rows):
-        typer.echo("\nrecbft data show NAME says where to get one that is not found.")
+        say("\nrecbft data show NAME says where to get one that is not found.")
 
 
 @app.command("show", epilog="Example: recbft data show amazon-beauty --data-root DIR")
@@ -104,6 +108,7 @@ def show(
     user: User = None,
     item: Item = None,
     time: Time = None,
+    session: Session = None,
     separator: Separator = None,
     columns: Columns = None,
     k_core: KCore = None,
@@ -112,6 +117,7 @@ def show(
     deduplicate: Deduplicate = None,
     where: Where = None,
     drop_last_events: DropLastEvents = None,
+    min_history: MinHistory = None,
     items: Items = None,
     item_kinds: ItemKinds = None,
 ) -> None:
@@ -120,7 +126,7 @@ def show(
 
     if source in loading.card_names():
         card = loading.card(source)
-        typer.echo(f"{card.title}\nsource   {card.source}\nlicence  {card.licence}\n")
+        say(f"{card.title}\nsource   {card.source}\nlicence  {card.licence}\n")
     _print_statistics(_load(locals()))
 
 
@@ -137,6 +143,7 @@ def prepare(
     user: User = None,
     item: Item = None,
     time: Time = None,
+    session: Session = None,
     separator: Separator = None,
     columns: Columns = None,
     k_core: KCore = None,
@@ -145,23 +152,52 @@ def prepare(
     deduplicate: Deduplicate = None,
     where: Where = None,
     drop_last_events: DropLastEvents = None,
+    min_history: MinHistory = None,
 ) -> None:
     """Filter and order events once, and write them as one canonical Parquet file, or for RecBole."""
-    from recbft.datasets.loading import source_file_of
+    from recbft.datasets.loading import source_files_of
     from recbft.system.files import refuse_input
 
-    source_file = source_file_of(source, data_root)
-    if source_file is not None:
-        refuse_input(out, source_file)
+    source_files = source_files_of(source, data_root)
+    for file in source_files:
+        refuse_input(out, file)
     dataset = _load(locals())
     if to is Target.recbole:
-        config = _export(dataset, out, source_file)
+        config = _export(dataset, out, source_files)
         _print_statistics(dataset)
-        typer.echo(f"\nwritten to {out}; train on it with: recbft train --config {config}")
+        say(f"\nwritten to {out}; train on it with: recbft train --config {config}")
         return
     dataset.save(out)
     _print_statistics(dataset)
-    typer.echo(f"\nwritten to {out}; train on it with: recbft train -d {out}")
+    say(f"\nwritten to {out}; train on it with: recbft train -d {out}")
+
+
+@app.command("look", epilog="Example: recbft data look events.csv")
+def look_at(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A file, a folder of parts or a pattern.")],
+) -> None:
+    """Guess what a file of events holds: print its columns, ten rows and the command that trains on it."""
+    from recbft.datasets.look import look
+
+    found = look(file)
+    roles = {name: getattr(found.config, name) for name in ("user", "item", "time", "session")}
+    roles["user"] = roles["user"] or (None if roles["session"] else "user_id")
+    roles["item"] = roles["item"] or "item_id"
+    say(f"{file}: {found.form}\n")
+    say(found.sample.to_string(index=False, max_colwidth=30) + "\n")
+    for role, name in roles.items():
+        if name is not None:
+            say(f"{role:<8} {name}")
+    if roles["time"] is None:
+        say("time     none: rows are taken in the order of the file")
+    if found.dataset is not None:
+        say("")
+        _print_statistics(found.dataset)
+    for note in found.notes:
+        say(f"\nnote: {note}")
+    if found.problem is not None:
+        raise UserError(f"{found.problem} (what was guessed: {found.command()})")
+    say(f"\ntrain on it with: {found.command()}")
 
 
 @app.command("synth", epilog="Example: recbft data synth --out synthetic --seed 1")
@@ -184,16 +220,16 @@ def synth(
     synthetic = generate(config)
     make_folder(out)
     files = save_synthetic(synthetic, out / "synthetic.parquet")
-    typer.echo("written: " + ", ".join(map(str, files)))
+    say("written: " + ", ".join(map(str, files)))
 
 
-def _export(dataset: Dataset, folder: Path, source: Path | None) -> Path:
+def _export(dataset: Dataset, folder: Path, sources: list[Path]) -> Path:
     """Write the atomic file, unless it is the source, and, beside its folder, the config that names it."""
     from recbft.datasets.atomic import save_atomic
     from recbft.system.files import refuse_input, write_atomic
 
     name = _recbole_name(dataset.name)
-    if source is not None:
+    for source in sources:
         refuse_input(folder / name / f"{name}.inter", source)
     save_atomic(dataset, folder, name)
     config = folder.resolve() / f"{name}.yaml"
@@ -230,13 +266,18 @@ def _print_statistics(dataset: Dataset) -> None:
 
     figures = describe(dataset)
     lengths = "  ".join(f"{name} {value:g}" for name, value in figures.length_quantiles.items())
+    tested = "" if figures.num_tested == figures.num_users else f", {figures.num_tested:,} of them tested"
     rows = [
         ["name", figures.name],
-        ["users", f"{figures.num_users:,}"],
+        ["users", f"{figures.num_users:,}{tested}"],
         ["items", f"{figures.num_items:,}"],
         ["events", f"{figures.num_events:,}"],
         ["history length", f"mean {figures.mean_length:.2f}  {lengths}"],
         ["density", f"{figures.density:.4%}"],
+        [
+            "first and last time",
+            "no times" if figures.first_time is None else f"{figures.first_time}  {figures.last_time}",
+        ],
         ["neighbours with equal times", _share(figures.tied_neighbours)],
         ["users whose last two are tied", _share(figures.tied_last_two)],
         ["test items unseen in training", _share(figures.unseen_targets)],
@@ -245,13 +286,13 @@ def _print_statistics(dataset: Dataset) -> None:
         ["target hash", figures.target_hash],
     ]
     width = max(len(row[0]) for row in rows)
-    typer.echo("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+    say("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
     dropped = dataset.preparation.get("dropped", {})
     for name, number in dropped.items():
         if number:
-            typer.echo(f"dropped: {name.replace('_', ' ')}: {number:,}")
+            say(f"dropped: {name.replace('_', ' ')}: {number:,}")
     if dataset.features is not None:
-        typer.echo(f"\n{_features(dataset, dataset.features)}")
+        say(f"\n{_features(dataset, dataset.features)}")
 
 
 def _features(dataset: Dataset, features: ItemFeatures) -> str:

@@ -21,6 +21,7 @@ from recbft_cli.options import (
     User,
     of_other_data,
 )
+from recbft_cli.terminal import say
 
 if TYPE_CHECKING:
     from recbft.datasets import Dataset
@@ -91,25 +92,25 @@ def evaluate(
         begun_from=own.get("begun_from"),
     )
     shown = tuple(evaluation.metrics) if both else (setting,)
-    typer.echo(format_metrics({name: evaluation.metrics[name] for name in shown}, made))
+    say(format_metrics({name: evaluation.metrics[name] for name in shown}, made))
     assert evaluation.exposure is not None
     exposure = {name: evaluation.exposure[name] for name in shown}
-    typer.echo(format_exposure(exposure, float(evaluation.per_user["target_count"].mean()), made))
+    say(format_exposure(exposure, float(evaluation.per_user["target_count"].mean()), made))
     if made["content_hash"] != own["content_hash"]:
-        typer.echo(f"popularity: {counted_in(data.name)}")
+        say(f"popularity: {counted_in(data.name)}")
 
 
 def say_unfinished(folder: RunFolder, asked: str) -> None:
     """Warn that not a run's best weights are asked, but the best so far."""
     if not folder.is_finished:
-        typer.echo(f"warning: {folder.path} is not finished; the best of its epochs so far is {asked}", err=True)
+        say(f"warning: {folder.path} is not finished; the best of its epochs so far is {asked}", err=True)
 
 
 def say_long(data: Dataset, part: Part) -> None:
     """Say what is being worked on where it takes more than a few seconds."""
-    if data.num_users * data.num_items > MANY_SCORES:
-        whose = f"the {part.value} items of {data.num_users:,} users"
-        typer.echo(f"ranking {whose} among {data.num_items:,} items", err=True)
+    if data.num_tested * data.num_items > MANY_SCORES:
+        whose = f"the {part.value} items of {data.num_tested:,} users"
+        say(f"ranking {whose} among {data.num_items:,} items", err=True)
 
 
 def counted_in(dataset: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -18,10 +19,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from recbft.errors import OneProcessError, RunError, UserError
+from recbft.errors import OneProcessError, RunError, UserError, shortened
 from recbft.system.memory import keep_freed_memory
 from recbft.system.torchrun import this_process
 from recbft_cli import compare, data, evaluate, probe, recommend, report, sweep, train, tune
+from recbft_cli.terminal import visible
 
 _ORDER = "train evaluate recommend compare report stratify probe sweep tune data models"
 
@@ -78,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given  # taken anywhere on the line, before or after the command
-    given = [argument for argument in given if argument != "--debug"]
+    given = [_from_home(argument) for argument in given if argument != "--debug"]
     _replace_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that the terminal cannot show must not end a command
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -94,13 +96,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         message, code = _ending(error)
         if message and not _is_told_elsewhere(error):
-            print(f"error: {_visible(message)}", file=sys.stderr)
+            print(f"error: {visible(message)}", file=sys.stderr)
         return code
     if code == 130:  # typer's answer to Ctrl-C
         if not _is_told_elsewhere(KeyboardInterrupt()):
             print("error: interrupted", file=sys.stderr)
         return 1
     return code if isinstance(code, int) else 0
+
+
+def _from_home(argument: str) -> str:
+    """A path that begins with ``~/``, where no shell has put the home folder in its place, as behind ``--out=``."""
+    match = re.match(r"(--[\w-]+=)?(~/.*)", argument, re.DOTALL)
+    return argument if match is None else (match[1] or "") + os.path.expanduser(match[2])
 
 
 def _replace_closed_streams() -> None:
@@ -172,12 +180,7 @@ def _is_shortage(error: BaseException) -> bool:
 
 
 def _show_warning(message: Warning | str, *_where: object, **_how: object) -> None:
-    print(f"warning: {_visible(' '.join(str(message).split()))}", file=sys.stderr)
-
-
-def _visible(message: str) -> str:
-    """A message whose signs for a terminal, as the data of somebody else may hold, are shown and not followed."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in message)
+    print(f"warning: {visible(shortened(' '.join(str(message).split())))}", file=sys.stderr)
 
 
 def _sentence(message: str) -> str:

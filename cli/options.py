@@ -22,7 +22,9 @@ DatasetName = Annotated[
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of every run; repeat for more.")
 ]
-Config = Annotated[list[Path] | None, typer.Option(metavar="FILE", help="YAML with settings of every run.")]
+Config = Annotated[
+    list[Path] | None, typer.Option(metavar="FILE", help="YAML with settings of every run; repeat, later ones win.")
+]
 Jobs = Annotated[
     int | None,
     typer.Option("-j", "--jobs", metavar="N", help="Runs trained at a time; if left out the cores, at most 4."),
@@ -43,8 +45,15 @@ Item = Annotated[str | None, typer.Option("--item", metavar="COLUMN", help="Colu
 Time = Annotated[
     str | None, typer.Option("--time", metavar="COLUMN", help="Column to order by; otherwise the row order counts.")
 ]
+Session = Annotated[
+    str | None,
+    typer.Option("--session", metavar="COLUMN", help="Each session is a history; with --user, each of a user's."),
+]
 Separator = Annotated[
-    str | None, typer.Option("--separator", metavar="TEXT", help="Between the fields of a text file, such as '::'.")
+    str | None,
+    typer.Option(
+        "--separator", metavar="TEXT", help="Between the fields of a text file: '::', tab, ... ; seen if left out."
+    ),
 ]
 Columns = Annotated[
     str | None, typer.Option("--columns", metavar="A,B,...", help="All column names of a text file without a header.")
@@ -56,10 +65,20 @@ Deduplicate = Annotated[
     str | None, typer.Option("--deduplicate", metavar="first|last", help="Of repeated user-item pairs keep one.")
 ]
 Where = Annotated[
-    str | None, typer.Option("--where", metavar="FILTER", help="Keep rows such as 'rating>=4 and year>2000'.")
+    str | None,
+    typer.Option(
+        "--where",
+        metavar="FILTER",
+        help="Keep rows such as 'rating >= 4 and event in (buy, cart) and time >= 2024-01-01'.",
+    ),
 ]
 DropLastEvents = Annotated[
     int | None, typer.Option("--drop-last-events", help="Leave out each user's last events, so many, after all else.")
+]
+
+MinHistory = Annotated[
+    int | None,
+    typer.Option("--min-history", help="Fewest events of a user: 3, or 2 to train on users too short to be tested."),
 ]
 
 # What is known of items.
@@ -93,11 +112,11 @@ def from_shell(**options: Any) -> dict[str, Any]:
     from recbft.config.fields import Verbatim
 
     given = {name: value for name, value in options.items() if value not in (None, [])}
-    given |= {name: Verbatim(given[name]) for name in ("user", "item", "time") if name in given}  # called "none" or so
+    given |= {
+        name: Verbatim(given[name]) for name in ("user", "item", "time", "session", "separator") if name in given
+    }  # "none", "~"
     if "columns" in given:
         given["columns"] = [column.strip() for column in given["columns"].split(",")]
-    if "separator" in given:
-        given["separator"] = given["separator"].replace("\\t", "\t")
     return given
 
 
@@ -108,14 +127,6 @@ def refuse_given(context: typer.Context, parameters: Iterable[str], why: str) ->
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             raise UserError(f"{options[name]} has no effect {why}")
-
-
-def one_file(given: Sequence[Path] | None) -> Path | None:
-    """The file of ``--config``; several would be read as the last of them alone."""
-    if given and len(given) > 1:
-        names = " and ".join(map(str, given))
-        raise UserError(f"--config is given {len(given)} times; put what {names} say into one file")
-    return given[0] if given else None
 
 
 def refuse_set(settings: Sequence[str], options: Iterable[str]) -> None:

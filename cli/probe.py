@@ -23,6 +23,7 @@ from recbft_cli.options import (
     of_other_data,
     refuse_given,
 )
+from recbft_cli.terminal import say
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -114,11 +115,11 @@ def _write(found: dict[str, Any], run: Path, out: Path | None, other: str | None
 
     if out is None and other is not None:
         why = f"it is of all users of the run's own test, and this is {other}; give --out FILE to keep it"
-        typer.echo(f"no {PROBE_FILE}: {why}", err=True)
+        say(f"no {PROBE_FILE}: {why}", err=True)
         return
     path = run / PROBE_FILE if out is None else out
     write_json(path, found)
-    typer.echo(f"written: {path}", err=True)
+    say(f"written: {path}", err=True)
 
 
 def _show(found: dict[str, Any], counts: str) -> None:
@@ -130,7 +131,7 @@ def _show(found: dict[str, Any], counts: str) -> None:
         uncertainty_lines(found["uncertainty"]),
         protocol_lines(found["protocol"]),
     ):
-        typer.echo("\n".join(lines))
+        say("\n".join(lines))
 
 
 def _other_than_the_run_s(users: int | None, part: Part, *, own: bool, finished: bool) -> str | None:
@@ -161,25 +162,25 @@ def _explain(recommender: Recommender, dataset: Dataset, user: str, part: str, a
         typer.echo(json_text({"user": user, "precision": precision, "events": rows}), nl=False)
         return
     sure = "" if precision is None else f", posterior precision {precision:.2f}"
-    typer.echo(f"user {user}: {len(history):,} events before the {part} target{sure}")
+    say(f"user {user}: {len(history):,} events before the {part} target{sure}")
     for item, rows in found.groupby("item", sort=False):
         parts = (rows[name].tolist() for name in ("position", "event", "weight", "change"))
         body = [
             [str(p), str(event), short(weight), signed(change)] for p, event, weight, change in zip(*parts, strict=True)
         ]
-        typer.echo(f"\n{item}, score {rows['score'].iloc[0]:.3f}")
-        typer.echo(table(["place", "event", "weight", "change"], body))
+        say(f"\n{item}, score {rows['score'].iloc[0]:.3f}")
+        say(table(["place", "event", "weight", "change"], body))
     own = found.attrs["own_weight"]
     rest = f"; the mask keeps {own:.3f}" if own else ""
-    typer.echo(f"\nweight: share of the last layer's attention at the last token{rest}.")
-    typer.echo("change: the score less that of the history without the event; above 0 the event speaks for the item.")
+    say(f"\nweight: share of the last layer's attention at the last token{rest}.")
+    say("change: the score less that of the history without the event; above 0 the event speaks for the item.")
 
 
 def _history(dataset: Dataset, user: str, part: str) -> pd.DataFrame:
     """What a user's held-out item is ranked from."""
     import pandas as pd
 
-    ids = [str(one) for one in dataset.user_ids.tolist()]
+    ids = [str(one) for one in dataset.user_ids[: dataset.num_tested].tolist()]
     if user not in ids:
         raise UserError(f"there is no user {user!r} in {dataset.name!r}; its users have ids such as {ids[0]!r}")
     number = ids.index(user)

@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from recbft_cli.terminal import visible
+
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.progress import Progress as Bar
@@ -69,7 +71,7 @@ class Lines:
         pass
 
     def _print(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
+        print(visible(line), file=self._stream, flush=True)
         self._spoke = time.monotonic()
 
 
@@ -122,7 +124,7 @@ class MovingBar:
         self._epoch_start = time.monotonic()
 
     def note(self, message: str) -> None:
-        self._console.print(message, markup=False)
+        self._console.print(visible(message), markup=False)
 
     def stop(self) -> None:
         if self._bar is not None:
@@ -190,7 +192,7 @@ class RunLines:
         self.note(f"failed: {failure.job.name}: {failure.reason}")
 
     def note(self, message: str) -> None:
-        print(message, file=self._stream, flush=True)
+        print(visible(message), file=self._stream, flush=True)
         self._spoke = time.monotonic()
 
     def stop(self) -> None:
@@ -229,7 +231,7 @@ class LiveTable(RunLines):
         super().finished(job, seconds)
 
     def note(self, message: str) -> None:
-        self._console.print(message, markup=False)
+        self._console.print(visible(message), markup=False)
 
     def stop(self) -> None:
         if self._live is not None:
@@ -247,7 +249,7 @@ class LiveTable(RunLines):
         for run in running:
             metric = "" if run.best is None else f"{run.job.config.training.valid_metric} {run.best:.4f}"
             table.add_row(
-                Text(run.job.name + (" (another command)" if run.elsewhere else "")),
+                Text(visible(run.job.name) + (" (another command)" if run.elsewhere else "")),
                 f"{run.epoch}/{run.epochs}",
                 metric,
                 duration(run.seconds),

@@ -16,8 +16,9 @@ import typer
 
 from recbft.errors import UserError
 from recbft_cli.evaluate import say_unfinished
-from recbft_cli.options import Columns, Item, Run, Separator, Time, User, from_shell
+from recbft_cli.options import Columns, Item, Run, Separator, Session, Time, User, from_shell
 from recbft_cli.progress import SILENCE
+from recbft_cli.terminal import say
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,6 +54,7 @@ def recommend(
     user: User = None,
     item: Item = None,
     time: Time = None,
+    session: Session = None,
     separator: Separator = None,
     columns: Columns = None,
 ) -> None:
@@ -62,7 +64,7 @@ def recommend(
         raise UserError(f"{out}: the ending {out.suffix!r} is not known; let the name end in .parquet or .csv")
 
     from recbft.api import Recommender
-    from recbft.datasets.formats import atomic_file
+    from recbft.datasets.formats import source_files
     from recbft.experiments.processes import terminable
     from recbft.runs.folder import RunFolder
     from recbft.serving.histories import histories_from_file
@@ -70,10 +72,10 @@ def recommend(
     from recbft.system.files import refuse_input
 
     if out is not None:
-        for source in (atomic_file(histories), exclude, candidates):
+        for source in (*source_files(histories), exclude, candidates):
             if source is not None:
                 refuse_input(out, source)
-    how = from_shell(user=user, item=item, time=time, separator=separator, columns=columns)
+    how = from_shell(user=user, item=item, time=time, session=session, separator=separator, columns=columns)
     with terminable():  # whatever ends it, no unfinished file is left
         recommender = Recommender.load(run)
         folder = RunFolder.open(run)
@@ -83,7 +85,8 @@ def recommend(
             filters = _filters(file, folder.protocol, how)
             events = histories_from_file(file, **how, **filters)
         _say_left_out(events.attrs, **filters)
-        barred, only = _ids(exclude), _ids(candidates)
+        item_column = recommender.config.data.item
+        barred, only = _ids(exclude, item_column), _ids(candidates, item_column)
         blocks = recommender.recommend_in_blocks(events, k, filter_seen=not keep_seen, exclude=barred, candidates=only)
         del events  # the blocks know what they need of them
         _report(summed(_write(blocks, out)), k)
@@ -126,13 +129,15 @@ def _as_trained(file: Path, own: DataConfig, how: dict[str, Any]) -> dict[str, A
     """
     from recbft.datasets.formats import column_names, ending
 
-    if how.keys() & {"user", "item", "columns"}:
+    if how.keys() & {"user", "item", "session", "columns"}:
         return {}
     usual = {"user": "user_id", "item": "item_id"}
-    trained = {name: getattr(own, name) or usual.get(name) for name in ("user", "item", "time")}
+    trained = {name: getattr(own, name) or usual.get(name) for name in ("user", "item", "time", "session")}
+    if own.session is not None:
+        trained["user"] = own.user or own.session
     form: dict[str, Any] = {}
     there: Sequence[str] = column_names(file, how.get("separator"))
-    if all(column in there for column in usual.values()):
+    if own.session is None and all(column in there for column in usual.values()):
         return {}
     if not all(trained[name] in there for name in usual):
         if "separator" in how or ending(file) != ending(Path(str(own.dataset))):
@@ -141,7 +146,8 @@ def _as_trained(file: Path, own: DataConfig, how: dict[str, Any]) -> dict[str, A
         there = own.columns or column_names(file, own.separator)
         if not all(trained[name] in there for name in usual):
             return {}
-    return form | {name: column for name, column in trained.items() if column in there}
+    found = form | {name: column for name, column in trained.items() if column in there}
+    return found if own.user is not None else {name: column for name, column in found.items() if name != "session"}
 
 
 def _filters(file: Path, protocol: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
@@ -160,32 +166,42 @@ def _filters(file: Path, protocol: dict[str, Any], how: dict[str, Any]) -> dict[
 
 def _say_left_out(attrs: dict[Any, Any], where: str | None = None, deduplicate: str | None = None) -> None:
     if filtered := attrs["filtered_out"]:
-        typer.echo(f"left out, as in training, events without {where}: {filtered:,}", err=True)
+        say(f"left out, as in training, events without {where}: {filtered:,}", err=True)
     if repeated := attrs["repeated"]:
-        typer.echo(f"left out, as in training, repeated events (all but the {deduplicate}): {repeated:,}", err=True)
+        say(f"left out, as in training, repeated events (all but the {deduplicate}): {repeated:,}", err=True)
 
 
 def _report(attrs: dict[Any, Any], k: int) -> None:
     """Say on stderr what the lists do not show."""
     if unknown := attrs["unknown_events"]:
-        typer.echo(f"skipped events with items that the model does not know: {unknown:,}", err=True)
+        say(f"skipped events with items that the model does not know: {unknown:,}", err=True)
     if users := attrs["skipped_users"]:
-        typer.echo(f"skipped users without a known item: {len(users):,}, such as {users[0]}", err=True)
+        say(f"skipped users without a known item: {len(users):,}, such as {users[0]}", err=True)
     if short := attrs["short_lists"]:
         fewest = attrs["shortest_list"]
-        typer.echo(f"users with fewer than {k:,} items left: {short:,}, the fewest {fewest:,}", err=True)
+        say(f"users with fewer than {k:,} items left: {short:,}, the fewest {fewest:,}", err=True)
 
 
-def _ids(file: Path | None) -> list[str] | None:
-    """The lines of a file that are not blank, as they stand."""
+def _ids(file: Path | None, item: str | None) -> Sequence[Any] | None:
+    """The lines of a file that are not blank, as they stand; of a Parquet file its items, or its only column."""
+    from recbft.datasets.formats import column_names, ending, read_table
+
     if file is None:
         return None
+    if ending(file) in (".parquet", ".pq"):
+        names = column_names(file)
+        usual = [name for name in ("item_id", "item", item) if name in names]
+        name = usual[0] if usual else names[0] if len(names) == 1 else "item_id"
+        ids: list[Any] = read_table(file, [name]).column(name).to_pylist()
+        return ids
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
     except OSError as error:
-        raise UserError(f"{file}: {error.strerror or error}; give a text file with one item id per line") from None
+        raise UserError(
+            f"{file}: {error.strerror or error}; give a text file with one item id per line, or Parquet"
+        ) from None
     return [line.rstrip("\r") for line in lines if line.strip()]
 
 
@@ -203,7 +219,7 @@ def _write(blocks: Iterable[pd.DataFrame], out: Path | None) -> list[dict[Any, A
             block.attrs = {}  # which a Parquet file would keep
             num_rows += len(block)
             if monotonic() - spoke >= SILENCE:
-                typer.echo(f"{num_rows:,} recommendations so far", err=True)
+                say(f"{num_rows:,} recommendations so far", err=True)
                 spoke = monotonic()
             yield block
 
@@ -213,7 +229,7 @@ def _write(blocks: Iterable[pd.DataFrame], out: Path | None) -> list[dict[Any, A
     else:
         write = _csv if out.suffix.lower() == ".csv" else _parquet
         write_atomic(out, lambda file: write(noted(), file))
-        typer.echo(f"{num_rows:,} recommendations written to {out}")
+        say(f"{num_rows:,} recommendations written to {out}")
     return attrs
 
 

@@ -13,6 +13,7 @@ import typer
 
 from recbft.errors import UserError
 from recbft_cli.options import DataRoot
+from recbft_cli.terminal import say
 
 if TYPE_CHECKING:
     from recbft.reporting.stratum_tables import Subject
@@ -55,27 +56,27 @@ def report(
         try:
             plots.check_available()
         except UserError as error:
-            typer.echo(f"warning: {error}; what needs none is written without them", err=True)
+            say(f"warning: {error}; what needs none is written without them", err=True)
             draw = False
     made = make_report(load_comparison(source), data_root=data_root, draw=draw)
     # Written first: whoever reads only the beginning of what follows (`| head`) still gets the files.
     written = write_report(made, source / "report" if out is None else out, wanted)
     for answer in made.answer:
-        typer.echo(answer)
+        say(answer)
     for section in made.sections:
         tables = section.tables if section.name not in ("training", "protocol") else ()
         words = section.words if section.name != "commands" else ()
         if tables or words:
-            typer.echo(f"\n{section.title.upper()}")
+            say(f"\n{section.title.upper()}")
         for table in tables:
-            typer.echo(f"\n{text(table)}")
+            say(f"\n{text(table)}")
         for line in words:
-            typer.echo(f"\n{line}")
-    typer.echo()
+            say(f"\n{line}")
+    say()
     for path in written:
-        typer.echo(f"written: {path}")
+        say(f"written: {path}")
     for line in left_before(path for path in written if path.suffix in (".csv", ".svg")):
-        typer.echo(line, err=True)
+        say(line, err=True)
 
 
 class Setting(str, Enum):
@@ -121,16 +122,16 @@ def stratify(
         setting=subject.setting if setting is None else setting.value,
     )
     for one in made:
-        typer.echo(text(one.table) + "\n")
+        say(text(one.table) + "\n")
     if by is None:
         for line in left_out:
-            typer.echo(line, err=True)
+            say(line, err=True)
     if out is not None:
         written = write_tables([one.table for one in made], out, ("md", "latex", "csv"))
         for path in written:
-            typer.echo(f"written: {path}")
+            say(f"written: {path}")
         for line in left_before(written, "strata-*.csv"):
-            typer.echo(line, err=True)
+            say(line, err=True)
 
 
 def _subject(source: Path, baseline: Path | None, data_root: str | None) -> Subject:

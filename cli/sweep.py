@@ -19,9 +19,9 @@ from recbft_cli.options import (
     Jobs,
     Model,
     Settings,
-    one_file,
     refuse_set,
 )
+from recbft_cli.terminal import say
 
 if TYPE_CHECKING:
     from recbft.experiments.plan import ArmSpec
@@ -51,7 +51,6 @@ def sweep(
     if len(vary) > 1:
         raise UserError("--vary is given twice; vary one setting at a time, or search several with `recbft tune`")
     refuse_set(settings or (), ["--seeds"])
-    file = one_file(config)
 
     from recbft.api.train_and_compare import train_and_compare
     from recbft.experiments.lists import parse_seeds
@@ -66,10 +65,10 @@ def sweep(
     if len(wanted) < 2:
         raise UserError(f"--seeds {seeds!r} names one seed; paired differences need at least 2, such as 0-4")
     named: dict[str, Any] = {"model": model, "dataset": dataset, "data_root": data_root}
-    arm = load_run_config(file, settings or (), arm=arm, **named).arm
+    arm = load_run_config(config, settings or (), arm=arm, **named).arm
 
     def configure(spec: ArmSpec, seed: int) -> RunConfig:
-        return spec.config(settings or (), file=file, seed=seed, **named)
+        return spec.config(settings or (), file=config, seed=seed, **named)
 
     planned = plan_sweep(vary[0], arm, lambda spec: configure(spec, wanted[0]))
     runs, data = prepare(planned.arms, wanted, out, configure, batch_seeds=batch_seeds)
@@ -91,5 +90,5 @@ def sweep(
     }  # fmt: skip
     write_json(out / "sweep.json", result)
     write_atomic(out / "sweep.md", sweep_document(result, markdown=True).encode())
-    typer.echo(sweep_document(result, markdown=False), nl=False)
-    typer.echo(f"\nwritten to {out}: sweep.md, sweep.json, comparison.md, comparison.json, commands.txt, runs/")
+    say(sweep_document(result, markdown=False), nl=False)
+    say(f"\nwritten to {out}: sweep.md, sweep.json, comparison.md, comparison.json, commands.txt, runs/")

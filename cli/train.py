@@ -10,8 +10,9 @@ import typer
 
 from recbft.errors import UserError
 from recbft.system.torchrun import this_process
-from recbft_cli.options import DataRoot, ItemKinds, Items, Model, one_file, refuse_given
+from recbft_cli.options import DataRoot, ItemKinds, Items, Model, refuse_given
 from recbft_cli.progress import progress_for
+from recbft_cli.terminal import say
 
 if TYPE_CHECKING:
     from recbft.runs.folder import RunFolder
@@ -74,7 +75,11 @@ def train(
         typer.Option("--set", metavar="KEY=VALUE", help="A setting that `recbft models NAME` lists; repeat for more."),
     ] = None,
     config: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="YAML with settings; options and --set win.")
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="YAML with settings, RecBole's too; repeat, later ones win. Options and --set win over all.",
+        ),
     ] = None,
     warm_start: Annotated[
         Path | None,
@@ -102,13 +107,12 @@ def train(
         from recbft.training.bundle import own_config
         from recbft.training.run_config import load_run_config
 
-        file = one_file(config)
-        if warm_start is not None and file is None:
+        if warm_start is not None and not config:
             older = RunFolder.open(warm_start)
             own_config(older)  # whole: what is missing would be the usual value here
-            file = older.config_file
+            config = [older.config_file]
         run_config = load_run_config(
-            file,
+            config,
             settings or (),
             model=model,
             dataset=dataset,
@@ -129,12 +133,16 @@ def train(
 
 def _train(config: RunConfig, out: Path, name: str | None, overwrite: bool, quiet: bool) -> RunFolder:
     """Train into the folder that ``out`` holds for this run."""
+    from recbft.datasets.statistics import remarks
     from recbft.training.one_run import run_name, train
 
     if name is not None and (name in ("", "..") or Path(name).name != name):
         raise UserError(f"--name is {name!r}; give the name of one folder, and with --out the folder that it lies in")
     config = replace(config, data=config.data.resolved())
     dataset = config.data.load()
+    if not quiet:
+        for remark in remarks(dataset):
+            say(remark, err=True)
     path = out / (name or run_name(config, dataset.name))
     progress = progress_for(config.training.valid_metric, quiet=quiet, opening=f"training into {path}")
     return train(config, path, dataset=dataset, progress=progress, overwrite=overwrite)
@@ -158,7 +166,7 @@ def _print_results(run: RunFolder) -> None:
     if exposure := run.metrics.get("exposure"):
         targets = read_per_user(run)["target_count"]
         parts.append(format_exposure(exposure, float(targets.mean()), run.protocol))
-    typer.echo("\n".join([*parts, f"run folder: {run.path}"]))
+    say("\n".join([*parts, f"run folder: {run.path}"]))
 
 
 def models(
@@ -188,9 +196,9 @@ def models(
     for model, spec in MODELS.items():
         rows.append([model, "", spec.summary])
         rows += [["", key, spec.arm_summaries.get(key, "")] for key in spec.arms]
-    typer.echo(table(["model", "arm", "what it is"], rows))
+    say(table(["model", "arm", "what it is"], rows))
     mixers = [
         [mixer, ", ".join(model for model, spec in MODELS.items() if mixer in spec.mixers), spec.summary]
         for mixer, spec in MIXERS.items()
     ]
-    typer.echo("\n" + table(["mixer", "in", "what it is"], mixers))
+    say("\n" + table(["mixer", "in", "what it is"], mixers))

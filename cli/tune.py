@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from recbft_cli.options import Arm, Config, DataRoot, DatasetName, Jobs, Model, Settings, one_file, refuse_set
+from recbft_cli.options import Arm, Config, DataRoot, DatasetName, Jobs, Model, Settings, refuse_set
+from recbft_cli.terminal import say
 
 if TYPE_CHECKING:
     from recbft.experiments.plan import ArmSpec
@@ -48,7 +49,6 @@ def tune(
 ) -> None:
     """Search settings for the best validation metric; the test is not looked at."""
     refuse_set(settings or (), ["--seeds"])
-    file = one_file(config)
 
     from recbft.experiments.lists import parse_seeds
     from recbft.experiments.missing_runs import usual_workers
@@ -60,10 +60,10 @@ def tune(
 
     load_optuna()
     named: dict[str, Any] = {"model": model, "dataset": dataset, "data_root": data_root}
-    base = load_run_config(file, settings or (), arm=arm, **named)
+    base = load_run_config(config, settings or (), arm=arm, **named)
 
     def configure(spec: ArmSpec, seed: int) -> RunConfig:
-        return spec.config(settings or (), file=file, seed=seed, **named)
+        return spec.config(settings or (), file=config, seed=seed, **named)
 
     result = search(
         parse_space(space),
@@ -79,8 +79,8 @@ def tune(
     )
     result = {"metric": base.training.valid_metric, "objective": objective.value, "seeds": seeds, **result}
     write_json(out / "tune.json", result)
-    typer.echo(_text(result))
-    typer.echo(f"written to {out}: tune.json, study.db, runs/")
+    say(_text(result))
+    say(f"written to {out}: tune.json, study.db, runs/")
 
 
 def _text(result: dict[str, Any]) -> str:

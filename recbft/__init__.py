@@ -10,6 +10,7 @@ model, against each other over seeds.
 from __future__ import annotations
 
 import importlib
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,6 +19,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Dataset", "Recommender", "__version__", "compare"]
 _PLACES = {"Dataset": "recbft.api", "Recommender": "recbft.api", "compare": "recbft.api.compare"}
+
+
+def _check_pair() -> None:
+    """Say which pyarrow goes with which numpy: a requirement cannot, and pyarrow itself names no way out."""
+    try:
+        arrow, numpy = (metadata.version(name) for name in ("pyarrow", "numpy"))
+    except metadata.PackageNotFoundError:
+        return
+    if int(arrow.split(".")[0]) >= 26 and int(numpy.split(".")[0]) < 2:
+        raise ImportError(
+            f"pyarrow {arrow} needs numpy 2 or later, and numpy is {numpy}; pip install 'pyarrow<26', or 'numpy>=2' if "
+            "nothing else here needs numpy 1"
+        )
+
+
+_check_pair()
 
 
 def __dir__() -> list[str]:

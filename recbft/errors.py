@@ -10,15 +10,19 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 MOST_CHOICES = 100  # that a message lists
-LONGEST = 4000  # characters of a message; a value that a file holds may have any length
+LONGEST = 2000  # characters of a message; a value that a file holds may have any length
+
+
+def shortened(message: str) -> str:
+    """A message without the middle of a very long one."""
+    return f"{message[: LONGEST // 2]} [...] {message[-LONGEST // 4 :]}" if len(message) > LONGEST else message
 
 
 class UserError(ValueError):
-    """Wrong usage or wrong data; the message says what to change. The middle of a very long one is left out."""
+    """Wrong usage or wrong data; the message says what to change."""
 
     def __init__(self, message: str = "") -> None:
-        cut = len(message) > LONGEST
-        super().__init__(f"{message[: LONGEST // 2]} [...] {message[-LONGEST // 4 :]}" if cut else message)
+        super().__init__(shortened(message))
 
 
 class MissingColumnError(UserError):
@@ -35,6 +39,9 @@ class ColdStartError(UserError):
 
 class RunError(RuntimeError):
     """A run that failed or cannot be continued; the message says why and what is left."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(shortened(message))
 
 
 class OneProcessError(RunError):

@@ -7,9 +7,12 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+
+import recbft
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted(path for folder in ("recbft", "cli") for path in (ROOT / folder).rglob("*.py"))
@@ -22,7 +25,7 @@ MAY_IMPORT = {
     "system": "errors",
     "config": "errors",
     "core": "errors autograd",
-    "kernels": "errors autograd core",
+    "kernels": "errors autograd system core",
     "datasets": "errors system config",
     "mixers": "errors autograd config core kernels",
     "models": "errors autograd config core kernels datasets mixers",
@@ -161,3 +164,22 @@ def test_every_file_of_a_package_is_installed_with_it(monkeypatch):
     tops = {folder for package, folder in folders.items() if "." not in package}
     kinds = (".py", ".c", ".h", ".css", ".yaml", ".typed")
     assert installed == {file for top in tops for file in top.rglob("*") if file.suffix in kinds}
+
+
+@pytest.mark.parametrize(
+    ("arrow", "numpy", "fit"),
+    [("26.0.1", "1.26.4", False), ("25.0.1", "1.26.4", True), ("26.0.1", "2.4.6", True), ("27.0.0", None, True)],
+)
+def test_a_pyarrow_that_does_not_go_with_its_numpy_is_named_with_one_that_does(monkeypatch, arrow, numpy, fit):
+    def version(name):
+        found = {"pyarrow": arrow, "numpy": numpy}[name]
+        if found is None:
+            raise metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(metadata, "version", version)
+    if fit:
+        recbft._check_pair()
+        return
+    with pytest.raises(ImportError, match=r"pyarrow 26\.0\.1 needs numpy 2 or later, and numpy is 1\.26\.4; pip inst"):
+        recbft._check_pair()

@@ -38,7 +38,7 @@ from recbft.experiments.missing_runs import check_devices, usual_workers
 from recbft.experiments.plan import ArmSpec, Job
 from recbft.experiments.queue import WORDLESS, Failure, Running, Watcher
 from recbft.reporting.comparison_tables import comparison_document
-from recbft.system.files import make_folder, plain, read_json
+from recbft.system.files import make_folder, plain, read_json, user_path
 from recbft.training.run_config import RunConfig
 
 # What messages call as the command line does.
@@ -186,7 +186,7 @@ def compare(
         if number is not None and not (is_whole(number) and number >= 1):
             raise UserError(f"{key} is {number!r}; give a whole number of at least 1")
     texts, models, arms, seeds = _settings(settings), _models(model), _joined("arms", arms), _joined("seeds", seeds)
-    folder, tested = Path(out).expanduser(), parse_metrics(_joined("metrics", metrics))
+    folder, tested = user_path(out), parse_metrics(_joined("metrics", metrics))
     file = folder / DATA_FILE
     where = str(file) if given is not None else None if dataset is None else str(dataset)
     named = {"model": model, "seeds": seeds, "baseline": baseline, "config": config, "metrics": ",".join(tested)}

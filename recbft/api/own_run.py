@@ -26,6 +26,7 @@ from recbft.errors import RunError, RunInterruptedError, UserError
 from recbft.evaluation.probability import Calibration
 from recbft.runs import checkpoint
 from recbft.runs.folder import RunFolder
+from recbft.system.files import user_path
 from recbft.training.bundle import load_trained
 from recbft.training.run_config import RunConfig
 
@@ -117,7 +118,7 @@ class FittedFolder(NamedTuple):
 def fitted_folder(out: str | Path | None) -> Iterator[FittedFolder]:
     """The folder of a new run; a temporary one that failed goes at once, after an interruption if it is empty."""
     if out is not None:
-        yield FittedFolder(Path(out), None)
+        yield FittedFolder(user_path(out), None)
         return
     place = tempfile.mkdtemp(prefix="recbft-")
     remove = partial(_remove, place, os.getpid())

@@ -41,7 +41,7 @@ from recbft.serving.lists import (
     recommend_in_blocks,
     user_vectors,
 )
-from recbft.system.files import new_folder
+from recbft.system.files import new_folder, user_path
 from recbft.system.torch_state import one_thread_if_forked
 from recbft.training import one_run
 from recbft.training.build import run_protocol
@@ -156,7 +156,7 @@ class Recommender:
             UserError, RunError: as in ``fit``; there is no run, or the data are not those it was begun with.
         """
         _check_dataset(dataset)
-        with python_errors(Path(path), dataset):
+        with python_errors(user_path(path), dataset):
             one_run.resume(path, data_root=data_root, dataset=dataset, progress=progress)
         return cls.load(path, data_root=data_root)
 
@@ -304,9 +304,9 @@ class Recommender:
         """
         trained, dataset = self._fitted(), self.aligned(dataset)
         model = trained.model
-        if users is not None and not (is_whole(users) and 1 <= users <= dataset.num_users):
-            raise UserError(f"users is {users!r}; give 1 to {dataset.num_users:,}, or leave it out for all of them")
-        rows = None if users is None else np.sort(np.random.default_rng(0).permutation(dataset.num_users)[:users])
+        if users is not None and not (is_whole(users) and 1 <= users <= dataset.num_tested):
+            raise UserError(f"users is {users!r}; give 1 to {dataset.num_tested:,}, or leave it out for all of them")
+        rows = None if users is None else np.sort(np.random.default_rng(0).permutation(dataset.num_tested)[:users])
         if not (is_whole(samples) and samples >= 1):
             raise UserError(f"samples is {samples!r}; give a whole number of at least 1")
         memory_mb = self.config.evaluation.memory_mb
@@ -355,11 +355,11 @@ class Recommender:
             UserError: something stands there, it lies in the run's own folder, or that is gone, holds another run or is
                 being trained.
         """
-        run = self._own_run()
-        if Path(path).is_dir() and any(Path(path).iterdir()):
+        run, path = self._own_run(), user_path(path)
+        if path.is_dir() and any(path.iterdir()):
             raise UserError(f"{path} is a folder with files in it; name another, or remove it first")
         RunFolder.refuse_taken(path)
-        if run.path.resolve() in Path(path).resolve().parents:
+        if run.path.resolve() in path.resolve().parents:
             raise UserError(f"{path} lies in the folder that is to be copied, {run.path}; name one outside it")
         with run.locked(alone=False), new_folder(path) as made:
             shutil.copytree(run.path, made, dirs_exist_ok=True)
@@ -376,7 +376,7 @@ class Recommender:
         """
         c_library.missing()  # builds them now if ever, not while the first request waits
         recommender = cls.__new__(cls)
-        recommender._open(Path(path), None if data_root is None else str(data_root))
+        recommender._open(user_path(path), None if data_root is None else str(data_root))
         return recommender
 
     def _open(self, path: Path, data_root: str | None) -> None:

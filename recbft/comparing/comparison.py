@@ -22,7 +22,7 @@ from recbft.evaluation.metrics import SETTINGS, one_from_ranks
 from recbft.experiments.lists import counted, seeds_text
 from recbft.experiments.plan import leaves
 from recbft.runs.folder import RunFolder
-from recbft.system.files import read_json
+from recbft.system.files import read_json, user_path
 
 COMPARISON_FILE = "comparison.json"
 DATA_FILE = "dataset.parquet"  # beside it, or beside those of several models: the data set that a program gave
@@ -120,7 +120,7 @@ def comparison_of(
     seeds_of = {name: by_seed(name, group) for name, group in grouped.items()}
     users = runs[0].per_user["user"].to_numpy()
     of_users = runs[0].of_users
-    files = {name: read_external(Path(path), users, of_users["target"], num_items=runs[0].protocol["items"])
+    files = {name: read_external(user_path(path), users, of_users["target"], num_items=runs[0].protocol["items"])
              for name, path in (external or {}).items()}  # fmt: skip
     if clash := sorted(set(files) & set(grouped)):
         raise UserError(f"external arm {clash[0]!r} has the name of a trained arm; give it another")
@@ -156,7 +156,7 @@ def load_comparison(path: str | Path) -> Comparison:
     Raises:
         UserError: there is none, or a run it names has gone or is broken.
     """
-    path = Path(path)
+    path = user_path(path)
     saved = read_results(path)
     try:
         names = {path / run: name for name, arm in saved["arms"].items() for run in arm["runs"].values()}

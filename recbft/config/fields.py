@@ -27,6 +27,7 @@ C = TypeVar("C")
 NULL_WORDS = ("none", "null", "~")  # in small letters; bare, they say that an optional value is not set
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 _WHOLE_BOUND = 2**63  # no tensor counts further
+_REAL_BOUND = 3.4e38  # float32, in which a model computes, goes no further
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
@@ -225,15 +226,22 @@ def _convert_tuple(value: Any, annotation: Any, name: str) -> tuple[Any, ...]:
 def _convert_plain(value: Any, annotation: Any, name: str) -> Any:
     kind = bool if isinstance(value, bool) else type(value)
     if kind is annotation is int and not -_WHOLE_BOUND < value < _WHOLE_BOUND:
-        sign = "-" if value < 0 else ""
-        raise UserError(f"{name} is about {sign}2^{value.bit_length() - 1}; give a whole number within +-2^63")
+        raise UserError(f"{name} is {_power(value)}; give a whole number within +-2^63")
+    if annotation is float and kind is str and _NUMBER.fullmatch(value) and math.isfinite(float(value)):
+        value, kind = float(value), float
+    if annotation is float and kind in (int, float) and _REAL_BOUND < abs(value) < math.inf:
+        much = _power(value) if kind is int else f"{value:g}"
+        raise UserError(f"{name} is {much}; give a number within +-{_REAL_BOUND:g}, the largest in single precision")
     if kind is annotation and not (kind is float and not math.isfinite(value)):
         return value
-    if annotation is float and kind is int and abs(value) < 2**1023:
-        return float(value)
-    if annotation is float and kind is str and _NUMBER.fullmatch(value) and math.isfinite(float(value)):
+    if annotation is float and kind is int:
         return float(value)
     raise UserError(f"{name} is {value!r}; give {_WORDS[annotation]}")
+
+
+def _power(value: int) -> str:
+    """A whole number too long to be written out."""
+    return f"about {'-' if value < 0 else ''}2^{value.bit_length() - 1}"
 
 
 def _plain(value: Any) -> Any:

@@ -102,6 +102,7 @@ SWITCHES = ("use_gpu", "repeatable")
 # Of what has no meaning, that which recbft does anyway; else it is False.
 AS_HERE = {"shuffle": True, "transform": "mask_itemseq", "hidden_act": "gelu"}
 LAYERS = ("n_layers", "n_heads", "hidden_size", "inner_size", "initializer_range")  # the same word in both
+UNIFORM = {"distribution": "uniform", "alpha": 1.0, "dynamic": False, "candidate_num": 0}  # of drawn negatives
 METRICS = {"hit": "hr", "recall": "hr", "ndcg": "ndcg", "mrr": "mrr", "map": "mrr"}  # with one target per user
 OF_LISTS = {"itemcoverage", "giniindex", "averagepopularity"}  # recorded for the test whether asked for or not
 
@@ -153,8 +154,7 @@ def from_recbole(
     _refuse_unknown(tree, set(RENAMED) | IGNORED | HANDLED | set(ours))
     tree = {key: _switch(key, value) for key, value in tree.items()}
     _refuse_other_data(tree)
-    refuse_other_losses(tree.get("loss_type", "CE"))
-    _refuse_sampled_negatives(tree)
+    loss = _loss(tree)
     _refuse_other_evaluation(tree)
     _refuse_two_names(tree)
     made = {key: value for key, value in tree.items() if key.partition(".")[0] in ours and key not in HANDLED}
@@ -164,7 +164,14 @@ def from_recbole(
     ignored += [f"load_col.{part}" for part in (tree.get("load_col") or {}) if part != "inter"]
     known = {*METRICS, *OF_LISTS}
     ignored += [f"metrics: {name}" for name in _listed(tree.get("metrics")) if str(name).lower() not in known]
-    return {**model, **_data(tree, above.get("dataset")), **_training(tree), **made}, ignored
+    return {
+        **model,
+        **loss,
+        **_own_layer(tree),
+        **_data(tree, above.get("dataset")),
+        **_training(tree),
+        **made,
+    }, ignored
 
 
 def lacking(tree: Mapping[str, Any], fields: Collection[str]) -> tuple[set[str], list[str]]:
@@ -180,7 +187,9 @@ def lacking(tree: Mapping[str, Any], fields: Collection[str]) -> tuple[set[str],
     names = MODEL_KEYS | {key: key for key in LAYERS}
     absent = {key: name for key, name in names.items() if tree.get(key) is not None and name not in fields}
     absent = {key: name for key, name in absent.items() if key == name or name not in tree}
-    return set(absent.values()), [key for key in absent if not is_done(key, tree[key])]
+    if tree.get("loss_type") == "BPR" and "loss" not in fields:
+        absent |= {"loss_type": "loss", "train_neg_sample_args": "num_negatives"}
+    return set(absent.values()), [key for key in absent if not is_done(key, tree.get(key, False))]
 
 
 def written(tree: Mapping[str, Any]) -> dict[str, str]:
@@ -207,6 +216,13 @@ def _ours_for(name: Any) -> dict[str, Any]:
         raise UserError(f"model {name!r} is not in recbft; choose one of {', '.join(MODELS)}")
     model, arm = MODELS[name]
     return {"model": model, **({} if arm is None else {"arm": arm})}
+
+
+def _own_layer(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes RecBole's own SASRec, of which the authors' layer is another, of its post-norm layer."""
+    if tree.get("model") != "SASRec" or tree.get("layer") != "post_norm":
+        return {}
+    return {"arm": "matched", "output_projection": True}
 
 
 def _refuse_unknown(tree: Mapping[str, Any], known: Collection[str]) -> None:
@@ -239,7 +255,7 @@ def _refuse_two_names(tree: Mapping[str, Any]) -> None:
 
 
 def refuse_other_losses(loss_type: Any) -> None:
-    """Only CE has a meaning here: the targets of a batch, without negatives drawn by RecBole.
+    """In RecBole's trainer only CE has a meaning: the targets of a batch, without negatives drawn by RecBole.
 
     Raises:
         UserError: the config asks for another.
@@ -248,14 +264,40 @@ def refuse_other_losses(loss_type: Any) -> None:
         pairs = ", which pairs targets with RecBole's sampled negatives" if str(loss_type).upper() == "BPR" else ""
         raise UserError(
             f"loss_type is {loss_type!r}{pairs}; write loss_type: CE "
-            "(key loss chooses among ce, sampled_softmax, bce and gbce)"
+            "(key loss chooses among ce, sampled_softmax, bce, gbce and bpr)"
         )
 
 
-def _refuse_sampled_negatives(tree: Mapping[str, Any]) -> None:
+def _loss(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """CE, the usual loss, takes no negatives; BPR takes uniform ones, drawn as RecBole draws them."""
+    loss_type = tree.get("loss_type", "CE")
+    pairwise = loss_type == "BPR"
+    if not pairwise:
+        refuse_other_losses(loss_type)
+    number = 1
     for key in ("train_neg_sample_args", "neg_sampling", "training_neg_sample_num"):
-        if tree.get(key):
-            raise UserError(f"{key} is {tree[key]!r}, but loss_type CE takes no sampled negatives; write {key}: ~")
+        value = tree.get(key)
+        if value and not pairwise:
+            raise UserError(f"{key} is {value!r}, but loss_type CE takes no sampled negatives; write {key}: ~")
+        if value:
+            number = _number_of_negatives(key, value)
+    return {} if not pairwise else {"loss": "bpr", **({} if number == 1 else {"num_negatives": number})}
+
+
+def _number_of_negatives(key: str, value: Any) -> int:
+    """How many are drawn per target, uniformly and once for all."""
+    number = value
+    if isinstance(value, Mapping):
+        rest = dict(value)
+        number = rest.pop("uniform", None) if key == "neg_sampling" else rest.pop("sample_num", 1)
+        if any(part != UNIFORM.get(name) for name, part in rest.items()):
+            number = None
+    if not (is_whole(number) and number >= 1):
+        raise UserError(
+            f"{key} is {value!r}, but negatives are drawn uniformly; write train_neg_sample_args: "
+            "{distribution: uniform, sample_num: 1}"
+        )
+    return int(number)
 
 
 def _refuse_other_evaluation(tree: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ sections, bare (``epochs=50``); a file may be nested or flat in the same way.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import is_dataclass
@@ -81,7 +82,7 @@ for _kind in (list, tuple):
 
 def read_yaml(path: Path | str) -> dict[str, Any]:
     """The mapping in a YAML file; an empty file is an empty mapping."""
-    path = Path(path)
+    path = Path(os.path.expanduser(path))
     try:
         with open(path, "rb") as file:
             content = file.read(MOST_BYTES + 1)  # of a device there is no end

@@ -106,6 +106,11 @@ def is_text(kind: Any) -> bool:
     return str(kind) in ("string", "large_string", "string_view")
 
 
+def is_list(kind: Any) -> bool:
+    """Whether an arrow type is one of the list types."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
 def is_blank(column: Any) -> Any:
     """A mask of what is null or no number; in half precision arrow 18 does not know the latter."""
     whole = column.cast(pa.float32()) if pa.types.is_float16(column.type) else column
@@ -116,6 +121,19 @@ def stands_for_nothing(text: Any) -> Any:
     """A mask of an arrow column of text: which values are blank, or a word for a missing one in any letters."""
     words = pc.ascii_lower(pc.utf8_trim_whitespace(text.cast(pa.large_string())))
     return pc.or_(pc.is_null(words), pc.is_in(words, value_set=_WORDS.cast(pa.large_string())))
+
+
+def whole_numbers_of(text: Any) -> Any:
+    """A column of text as int64 where every value is written as that number is; else as it is.
+
+    >>> whole_numbers_of(pa.array(["7", "-1"])).to_pylist(), whole_numbers_of(pa.array(["7", "007"])).to_pylist()
+    ([7, -1], ['7', '007'])
+    """
+    try:
+        numbers = text.cast(pa.int64())
+    except pa.ArrowInvalid:
+        return text
+    return numbers if pc.all(pc.equal(numbers.cast(text.type), text)).as_py() else text
 
 
 def as_floats(column: Any) -> NDArray[np.float64] | None:

@@ -14,6 +14,8 @@ from recbft.datasets.loading import default_dataset
 from recbft.datasets.prepare import Preparation
 from recbft.errors import MissingColumnError, UserError
 
+READ_BY = ("user", "item", "time", "session", "separator", "columns")  # how a file is read
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -29,6 +31,7 @@ class DataConfig:
     user: str | None = None
     item: str | None = None
     time: str | None = None
+    session: str | None = None  # each of its values a history: instead of a user, or of each user
     separator: str | None = None
     columns: tuple[str, ...] | None = None  # the names of all columns of a delimited file without a header
     k_core: int = 0
@@ -37,6 +40,7 @@ class DataConfig:
     deduplicate: Literal["first", "last"] | None = None
     where: str | None = None
     drop_last_events: int = 0
+    min_history: int = 3
     # Files of item features: a table, and .npy files with a vector for each of its rows; "auto": RecBole's .item file.
     items: tuple[str, ...] | None = None
     item_kinds: tuple[str, ...] | None = None  # COLUMN=KIND, where a column's kind is not to be guessed
@@ -75,9 +79,7 @@ class DataConfig:
 
     def load(self) -> Dataset:
         """Read and prepare the data."""
-        how = {
-            name: getattr(self, name) for name in ("data_root", "user", "item", "time", "separator", "columns", "items")
-        }
+        how = {name: getattr(self, name) for name in ("data_root", "items", *READ_BY)}
         kinds = None if self.item_kinds is None else kinds_in(self.item_kinds)
         try:
             return Dataset.load(str(self.resolved().dataset), **how, item_kinds=kinds, preparation=self.preparation())
@@ -113,7 +115,7 @@ class DataConfig:
     def check_prepared(self, dataset: Dataset) -> None:
         """Refuse settings that would have made another data set than one that is given."""
         made = dataset.preparation.get("filters", {})
-        for key in ("user", "item", "time", "separator", "columns"):
+        for key in READ_BY:
             if getattr(self, key) not in (None, dataset.columns.get(key)):
                 raise UserError(
                     f"data.{key} is {getattr(self, key)!r}, but a data set is given, which has its columns; "

@@ -12,10 +12,11 @@ train.
     history of user u     e_1 ... e_{n-2}   e_{n-1}       e_n
                           training          validation    test          n = offsets[u+1] - offsets[u] >= 3
 
+A user of two events, where such are kept (``Preparation.min_history``), trains on both; these users come last.
 Validation ranks from the training events, test from training and validation events. Nothing is copied and no prefix is
 written out: a view is two bounds and a target per user.
 
-Shapes: U users, V items, E events.
+Shapes: U users, T of them tested, V items, E events.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,23 +36,35 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
-from recbft.datasets.columns import SPREADSHEET_NUMBER, as_table, flat, stands_for_nothing
-from recbft.datasets.events import USUAL_TIME, Events, time_columns, warn_if_rows_go_back
+from recbft.datasets.columns import SPREADSHEET_NUMBER, as_table, flat, stands_for_nothing, whole_numbers_of
+from recbft.datasets.events import USUAL_TIME, Events
 from recbft.datasets.features import ItemFeatures
 from recbft.datasets.hashing import sha256_of, text_parts
-from recbft.datasets.loading import AUTO, METADATA_KEY, SYNTHETIC, Counts, atomic_items, find_events, root_folder
+from recbft.datasets.loading import (
+    AUTO,
+    METADATA_KEY,
+    SYNTHETIC,
+    Counts,
+    atomic_items,
+    by_session,
+    find_events,
+    root_folder,
+)
 from recbft.datasets.prepare import MIN_HISTORY, Preparation, prepare
+from recbft.datasets.row_order import time_columns, warn_if_rows_are_unordered
 from recbft.datasets.synth import SyntheticConfig, synthetic_events
 from recbft.datasets.vocabulary import Vocabulary, shown_id
 from recbft.errors import UserError
-from recbft.system.files import write_parquet
+from recbft.system.files import user_path, write_parquet
 
 DEFAULT_PREPARATION = Preparation()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Dataset:
-    """Histories of at least 3 events; users are numbered by first appearance in the source, items in the histories.
+    """Histories; users are numbered by first appearance in the source, items in the histories.
+
+    Those of at least 3 events are tested; others, where they were asked for, come after them and only train.
 
     User u's history, oldest first, is ``items[offsets[u] : offsets[u + 1]]``, item indices 1..V. The arrays belong to
     the data set: do not write to them.
@@ -64,14 +77,15 @@ class Dataset:
     user_ids: NDArray[Any]  # (U,) int64, or object holding str
     item_ids: NDArray[Any]  # (V,) int64, or object holding str
     preparation: dict[str, Any] = field(default_factory=dict)  # source, filters, counts before and after; JSON-able
-    # user, item, time: the columns of the frame or file it was made of, None for those that a card or a canonical file
-    # has; empty where it is one of these as it stands
+    # user, item, time, and session where there is one: the columns of the frame or file it was made of, None for those
+    # that a card or a canonical file has; empty where it is one of these as it stands
     columns: dict[str, str | None] = field(default_factory=dict)
     features: ItemFeatures | None = None  # of all V items, in the order of their indices
 
     def __post_init__(self) -> None:
         assert self.offsets[0] == 0 and self.offsets[-1] == len(self.items), "offsets span the events"
-        assert len(self.offsets) == len(self.user_ids) + 1 and np.diff(self.offsets).min() >= MIN_HISTORY
+        assert len(self.offsets) == len(self.user_ids) + 1 and self.lengths.min() >= 1
+        assert (np.diff((self.lengths >= MIN_HISTORY).astype(int)) <= 0).all(), "who is tested comes first"
         assert self.items.min() >= 1 and self.items.max() <= len(self.item_ids), "item indices are 1..V"
         assert self.times is None or len(self.times) == len(self.items)
         assert self.features is None or len(self.features) == len(self.item_ids)
@@ -94,9 +108,10 @@ class Dataset:
         frame: Any,
         *,
         name: str = "frame",
-        user: str = "user_id",
+        user: str | None = None,
         item: str = "item_id",
         time: str | None = None,
+        session: str | None = None,
         preparation: Preparation = DEFAULT_PREPARATION,
         items: Any = None,
         item_kinds: Mapping[str, str] | None = None,
@@ -105,10 +120,12 @@ class Dataset:
 
         Args:
             frame: a pandas data frame, a pyarrow table, or any table that speaks arrow (polars, duckdb).
-            user, item: the columns with raw ids.
+            user, item: the columns with raw ids; ``user_id`` unless given.
             time: the column that orders a user's events (whole numbers or dates, as text too; ties keep the row order).
                 Without it the row order is the order, and the data set has no times; a warning says so where a column
                 that is called ``timestamp``, ``created_at`` or the like contradicts that order.
+            session: the column of sessions, each a history: instead of a user, or beside ``user``, whose sessions are
+                then users of their own, USER/SESSION.
             preparation: filters and minimum counts, a ``recbft.datasets.Preparation``.
             items: what is known of the items: a frame with one row per item, a file, or ``ItemFeatures``. Its column of
                 ids is called as the events' or ``item_id``. Items without events become part of the vocabulary.
@@ -122,14 +139,20 @@ class Dataset:
         >>> dataset.items.tolist(), dataset.decode([2]).tolist()
         ([1, 2, 1], ['milk'])
         """
-        user, item, time = str(user), str(item), None if time is None else str(time)  # pandas numbers columns too
-        wanted = [user, item, *([time] if time is not None else []), *preparation.columns()]
+        named = {"user": user, "item": item, "time": time, "session": session}
+        # pandas numbers columns too
+        named = {role: None if column is None else str(column) for role, column in named.items()}
+        roles = by_session(named)
+        roles["user"] = roles["user"] or "user_id"
+        wanted = [column for column in roles.values() if column is not None] + preparation.columns()
         table = as_table(frame, wanted, name)
-        events = Events.from_table(table, source=name, user=user, item=item, time=time, extra=preparation.columns())
-        if time is None:
-            warn_if_rows_go_back(events, _likely_times(frame, table, wanted), "the frame's", stacklevel=2)
+        events = Events.from_table(table, source=name, **roles, extra=preparation.columns())
+        likely = partial(_likely_times, frame, table, wanted)
+        warn_if_rows_are_unordered(events, str(item), named["time"], likely, "the frame's", stacklevel=2)
         made = cls.from_events(events, name=name, preparation=preparation)
-        made = replace(made, columns={"user": user, "item": item, "time": time})
+        if session is None:
+            named = {"user": roles["user"], "item": named["item"], "time": named["time"]}
+        made = replace(made, columns=named)
         return made if items is None else made.with_features(ItemFeatures.of(items, item=item, kinds=item_kinds))
 
     @classmethod
@@ -141,6 +164,7 @@ class Dataset:
         user: str | None = None,
         item: str | None = None,
         time: str | None = None,
+        session: str | None = None,
         separator: str | None = None,
         columns: Sequence[str] | None = None,
         preparation: Preparation = DEFAULT_PREPARATION,
@@ -155,6 +179,7 @@ class Dataset:
                 ``data_root`` by its name (a file's without its ending), or ``"synthetic"`` for the seeded generator.
             data_root: the folder to look in for a name; default the environment variable ``RECBFT_DATA_ROOT``.
             user, item, time: columns of the file; default those of the card, or ``user_id``, ``item_id`` and no time.
+            session: as in ``from_frame``.
             separator, columns: for delimited files without a header; see ``recbft.datasets.read_table``.
             preparation: filters and minimum counts; a card's own apply where none is asked for.
             items, item_kinds: as in ``from_frame``; several files are a table and ``.npy`` files with a vector for each
@@ -163,7 +188,8 @@ class Dataset:
         Raises:
             UserError: unknown name, missing or damaged file, bad data.
         """
-        how = {"user": user, "item": item, "time": time, "separator": separator, "columns": columns}
+        how: dict[str, Any] = {"user": user, "item": item, "time": time, "session": session}
+        how |= {"separator": separator, "columns": columns}
         asked = {key: value for key, value in how.items() if value is not None}
         if str(name_or_path) == SYNTHETIC:
             if asked or preparation != DEFAULT_PREPARATION:
@@ -212,7 +238,7 @@ class Dataset:
 
         It holds the events alone: features stay in their own file.
         """
-        path = Path(path)
+        path = user_path(path)
         if path.suffix.lower() not in (".parquet", ".pq"):
             raise UserError(f"{path}: the canonical file is Parquet; let its name end in .parquet")
         users = self.user_ids[np.repeat(np.arange(self.num_users), self.lengths)]
@@ -228,6 +254,11 @@ class Dataset:
     def num_users(self) -> int:
         """U."""
         return len(self.user_ids)
+
+    @cached_property
+    def num_tested(self) -> int:
+        """T, the users with an event to test and one to validate on; they are the first of all."""
+        return int((self.lengths >= MIN_HISTORY).sum())
 
     @property
     def num_items(self) -> int:
@@ -246,8 +277,9 @@ class Dataset:
 
     @cached_property
     def training_counts(self) -> NDArray[np.int64]:
-        """Events per item over the training events (all but each user's last two), (V+1,); index 0 holds 0."""
-        held_out = np.concatenate([self.offsets[1:] - 1, self.offsets[1:] - 2])
+        """Events per item over the training events (all but the last two of each user who is tested), (V+1,)."""
+        stop = self.offsets[1 : self.num_tested + 1]
+        held_out = np.concatenate([stop - 1, stop - 2])
         everywhere = np.bincount(self.items, minlength=self.num_items + 1)
         return everywhere - np.bincount(self.items[held_out], minlength=self.num_items + 1)
 
@@ -266,9 +298,10 @@ class Dataset:
 
     @cached_property
     def target_hash(self) -> str:
-        """SHA-256 of each user's raw id and raw test target, in user order: equal hashes mean the same test."""
-        targets = self.item_ids[self.items[self.offsets[1:] - 1] - 1]
-        return sha256_of("recbft targets 1", *text_parts(self.user_ids), *text_parts(targets))
+        """SHA-256 of each tested user's raw id and raw test target, in order: equal hashes mean the same test."""
+        T = self.num_tested
+        targets = self.item_ids[self.items[self.offsets[1 : T + 1] - 1] - 1]
+        return sha256_of("recbft targets 1", *text_parts(self.user_ids[:T]), *text_parts(targets))
 
     @property
     def hashes(self) -> dict[str, str]:
@@ -306,9 +339,7 @@ class Dataset:
 def _joined_ids(ids: NDArray[Any], more: NDArray[Any]) -> NDArray[Any]:
     """Ids and those that follow them, as whole numbers where all are the canonical texts of some."""
     if ids.dtype != object and more.dtype == object:
-        with contextlib.suppress(ValueError, OverflowError):
-            numbers = np.array([int(text) for text in more.tolist()], dtype=np.int64)
-            more = numbers if [str(number) for number in numbers.tolist()] == more.tolist() else more
+        more = whole_numbers_of(pa.array(more, pa.large_string())).to_numpy(zero_copy_only=False)
     if ids.dtype == more.dtype:
         return np.concatenate([ids, more])
     return np.array([str(raw) for raw in (*ids.tolist(), *more.tolist())], dtype=object)
@@ -343,11 +374,11 @@ def _warn_of_lost_ids(ids: NDArray[Any], counts: NDArray[np.int64], source: str)
 
 
 class View(NamedTuple):
-    """One prediction task per user: from ``items[start:stop]`` predict ``target``."""
+    """One prediction task per tested user: from ``items[start:stop]`` predict ``target``."""
 
-    start: NDArray[np.int64]  # (U,)
-    stop: NDArray[np.int64]  # (U,) stop > start
-    target: NDArray[np.int64]  # (U,) item index
+    start: NDArray[np.int64]  # (T,)
+    stop: NDArray[np.int64]  # (T,) stop > start
+    target: NDArray[np.int64]  # (T,) item index
 
     def rows(self, which: NDArray[np.int64] | slice) -> View:
         """The tasks of some users, by row."""
@@ -372,10 +403,12 @@ def leave_one_out(dataset: Dataset) -> Split:
     >>> split.training_stop.tolist(), split.validation.target.tolist(), split.test.target.tolist()
     ([2], [3], [4])
     """
-    start, stop = dataset.offsets[:-1], dataset.offsets[1:]
+    T = dataset.num_tested
+    held_out = np.where(np.arange(dataset.num_users) < T, 2, 0)
+    start, stop = dataset.offsets[:T], dataset.offsets[1 : T + 1]
     return Split(
-        training_start=start,
-        training_stop=stop - 2,
+        training_start=dataset.offsets[:-1],
+        training_stop=dataset.offsets[1:] - held_out,
         validation=View(start=start, stop=stop - 2, target=dataset.items[stop - 2]),
         test=View(start=start, stop=stop - 1, target=dataset.items[stop - 1]),
     )

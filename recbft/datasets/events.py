@@ -1,16 +1,15 @@
 """Events: who took which item, and when, with raw ids and in the order of the source.
 
-An id is an integer or a text and is kept exactly: the text ``007`` is not the integer 7. A time is a date or a whole
-number >= 0, kept as int64: whole numbers written as floats (``1.0``, ``881250949.0``) are taken exactly, dates as ticks
-of the coarsest unit that loses nothing; anything else is refused.
+An id is an integer or a text and is kept exactly: the text ``007`` is not the integer 7. In a text file a column whose
+ids are all written as whole numbers holds integers. A time is a date or a number
+>= 0, kept as int64: whole numbers exactly, also written as floats (``881250949.0``), fractions of seconds and dates as
+ticks of the coarsest unit that loses nothing (at most nanoseconds); anything else is refused. Where numbers are dates
+of our time in more than one unit, each is taken in its own, with a warning.
 
 Dates in text are those of ISO 8601. The first value says what a column holds: where it is a date, all are; where it has
 an offset from UTC, all have one. Without an offset a date is taken as UTC.
 
     2024-01-31    2024-01-31 12:30    2024-01-31T12:30:00.250Z    2024-01-31 12:30:00+02:00    2024-01-31 12:30:00 UTC
-
-Where nobody has named the column of times the row order is taken as it is; a warning says where a column that looks
-like times contradicts it, and where the order of equal times is likely the wrong way round.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from numpy.typing import NDArray
 
 from recbft.datasets.columns import (
     SPREADSHEET_NUMBER,
-    as_floats,
     check_columns,
     flat,
     is_blank,
+    is_list,
     is_text,
     refuse_first,
     stands_for_nothing,
@@ -46,30 +45,20 @@ LARGEST = np.iinfo(np.int64).max
 
 BLANK_ID = "but an id may not be blank; fill it in or drop the row"
 BLANK_TIME = "but a time may not be blank; fill it in, drop the row, or name no time column to use the row order"
-NO_TIME = (
-    "but a time must be a whole number from 0 to 2**63 (where seconds have a fraction, give whole milliseconds) or a "
-    "date since 1970, such as 2024-01-31 or 2024-01-31 12:30:00"
-)
+NO_TIME = "but a time must be a number from 0 to 2**63 or a date since 1970, such as 2024-01-31 or 2024-01-31 12:30:00"
 ALIKE = (
     "write all dates alike, such as 2024-01-31 or 2024-01-31 12:30:00, up to the year 2262, all with an offset from "
     "UTC (Z, +02:00) or all without"
 )
+UNITS = tuple(TICKS_PER_SECOND)  # each a thousand times finer than the one before
+OUR_TIME = (631_152_000, 4_102_444_800)  # the years 1990 to 2099, in seconds since 1970
+LIST = r"^\s*\[.*\]\s*$"  # written in a cell
+MOST_DIGITS = 18  # after the point of a number in a rare spelling
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]{1,4})?$")
 _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}($|[T ])")
 _FIRST_DAY, _LAST_DAY = "1677-09-22", "2262-04-11"  # of what 64 bits of nanoseconds reach
 _UTC = " ?(UTC|GMT)$"
 _OFFSET = re.compile(r".{10}.*(Z|[+-][0-9]{2}(:?[0-9]{2})?)$")
-# Names of the times of events in public data and in logs, in small letters and digits alone. A product's own dates
-# (released, updated) are none, and neither are durations.
-_TIME_NAME = re.compile(
-    r"""(unix|utc|local|event|click|rating|review|unixreview|order|purchase|orderpurchase|invoice|transaction)?
-        (timestamp|datetime|time|date)(s|ms|us|ns|utc)?
-      | (created|occurred|received|sent|logged|added|clicked|viewed|visited|played|watched|listened|rated|reviewed
-        |ordered|purchased|bought)at
-      | ts | eventts | tstamp | tdat | epoch | created | dateadded""",
-    re.VERBOSE,
-)
-_DATE_OF_SOME_KIND = re.compile(r"\b[0-9]{1,4}[-./ ][0-9]{1,2}[-./, ]+[0-9]{1,4}\b")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,22 +82,40 @@ class Events:
 
     @classmethod
     def from_table(
-        cls, table: Any, *, source: str, user: str, item: str, time: str | None = None, extra: Sequence[str] = ()
+        cls,
+        table: Any,
+        *,
+        source: str,
+        user: str,
+        item: str,
+        time: str | None = None,
+        session: str | None = None,
+        extra: Sequence[str] = (),
     ) -> Events:
         """Check the named columns of a pyarrow table and keep them.
+
+        With ``session`` each session of a user is a user of its own, USER/SESSION. Where the cells of ``item`` are
+        lists, each is a history: a row stands for as many events.
 
         Raises:
             UserError: a named column is missing, is named twice, or holds a blank, an id that is neither integer nor
                 text, or a time that is neither a date nor a whole number >= 0.
         """
-        roles = [user, item, *([time] if time is not None else [])]
+        roles = [user, item, *(name for name in (time, session) if name is not None)]
         if len(set(roles)) < len(roles):
-            raise UserError(f"{source}: user, item and time must be columns of their own, not {', '.join(roles)}")
+            raise UserError(
+                f"{source}: user, item, time and session must be columns of their own, not {', '.join(roles)}"
+            )
         check_columns(table.column_names, [*roles, *extra], source)
+        table = _one_event_per_row(table, [*roles, *extra], user, item, source)
         times, unit = (None, None) if time is None else read_times(flat(table, time), time, source)
+        users = read_ids(flat(table, user), user, source)
+        if session is not None:
+            parts = [one.cast(pa.large_string()) for one in (users, read_ids(flat(table, session), session, source))]
+            users = pc.binary_join_element_wise(*parts, pa.scalar("/", pa.large_string()))
         return cls(
             source=source,
-            user=read_ids(flat(table, user), user, source),
+            user=users,
             item=read_ids(flat(table, item), item, source),
             time=times,
             time_unit=unit,
@@ -125,12 +132,41 @@ def largest_exact(bits: int) -> int:
     return int(2 ** FLOAT_DIGITS.get(bits, 53)) - 1
 
 
+def _one_event_per_row(table: Any, wanted: Sequence[str], user: str, item: str, source: str) -> Any:
+    """A table whose lists of items, and of whatever stands beside them, have become rows."""
+    items = table.column(item)
+    if not is_list(items.type) or is_list(table.schema.field(user).type):
+        return table
+    items = items.combine_chunks()
+    lengths, rows = pc.fill_null(pc.list_value_length(items), 0), pc.list_parent_indices(items)
+    made = {}
+    for name in dict.fromkeys(wanted):
+        column = table.column(name).combine_chunks()
+        if not is_list(column.type):
+            made[name] = column.take(rows)
+            continue
+        others = pc.fill_null(pc.list_value_length(column), 0)
+        row = pc.index(pc.not_equal(others, lengths), True).as_py()
+        if row >= 0:
+            raise UserError(
+                f"{source}: row {row + 1}: column {item!r} holds a list of {lengths[row]} and {name!r} one of "
+                f"{others[row]}; write lists of equal length"
+            )
+        made[name] = pc.list_flatten(column)
+    return pa.table(made)
+
+
 def read_ids(column: Any, name: str, source: str) -> Any:
     """An arrow column of ids as ``Events`` keep them."""
     kind = column.type
     refuse_first(is_blank(column), column, name, source, BLANK_ID)
     if is_text(kind):
         refuse_first(pc.equal(pc.utf8_trim_whitespace(column), ""), column, name, source, BLANK_ID)
+        if len(column) and pc.all(pc.match_substring_regex(column.slice(0, 1000), LIST)).as_py():
+            raise UserError(
+                f"{source}: column {name!r} holds lists as text, such as {column[0].as_py()[:60]!r}; write one event "
+                "per row, or lists as such (Parquet, JSON lines, a frame)"
+            )
         return column
     if pa.types.is_floating(kind):
         return pa.array(_whole_numbers(column, name, source, "but an id must be a whole number or a text"))
@@ -141,7 +177,7 @@ def read_ids(column: Any, name: str, source: str) -> Any:
     if len(column) == 0:
         return column
     raise UserError(
-        f"{source}: column {name!r} has type {kind}, but ids must be whole numbers or text, one per row; "
+        f"{source}: column {name!r} has type {str(kind)[:60]}, but ids must be whole numbers or text, one per row; "
         "make it text (in pandas: .astype(str))"
     )
 
@@ -157,7 +193,7 @@ def _whole_numbers(column: Any, name: str, source: str, not_whole: str) -> NDArr
 
 
 def read_times(column: Any, name: str, source: str) -> tuple[NDArray[np.int64], str | None]:
-    """An arrow column of times as ``Events`` keep them, and their unit where they are dates."""
+    """An arrow column of times as ``Events`` keep them, and their unit where they are dates or have a fraction."""
     kind, unit = column.type, None
     refuse_first(is_blank(column), column, name, source, BLANK_TIME)
     if is_text(kind):
@@ -166,44 +202,166 @@ def read_times(column: Any, name: str, source: str) -> tuple[NDArray[np.int64], 
             refuse_first(stands_for_nothing(text), column, name, source, BLANK_TIME)
             numbers, unit = _ticks(dates_in(text, name, source))
         else:
-            numbers = _whole_numbers_in(text, name, source)
+            numbers, unit = _numbers_in(text, name, source)
     elif pa.types.is_floating(kind):
-        numbers = _whole_numbers(column, name, source, NO_TIME)
+        numbers, unit = _numbers_of(column, name, source)
     elif pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         numbers, unit = _ticks(column)
-    elif pa.types.is_integer(kind) or pa.types.is_decimal(kind) or pa.types.is_null(kind):
+    elif pa.types.is_decimal(kind):
+        numbers, unit = _numbers_in(column.cast(pa.large_string()), name, source)
+    elif pa.types.is_integer(kind) or pa.types.is_null(kind):
         try:
             numbers = column.cast(pa.int64()).to_numpy(zero_copy_only=False)
         except pa.ArrowInvalid:  # as text the row at fault is found
-            numbers = _whole_numbers_in(column.cast(pa.large_string()), name, source)
+            numbers, unit = _numbers_in(column.cast(pa.large_string()), name, source)
     else:
-        raise UserError(f"{source}: column {name!r} has type {kind}, but times must be whole numbers or dates")
+        raise UserError(f"{source}: column {name!r} has type {kind}, but times must be numbers or dates")
     refuse_first(numbers < 0, column, name, source, NO_TIME)
+    if unit is None:
+        numbers = _in_one_unit(numbers, name, source)
     return np.array(numbers, dtype=np.int64), unit  # a copy: arrow's memory is read-only
 
 
-def _whole_numbers_in(text: Any, name: str, source: str) -> NDArray[np.int64]:
-    plain = pc.match_substring_regex(text, r"^\d{1,18}(\.0*)?$").to_numpy(zero_copy_only=False)
-    numbers = np.zeros(len(text), dtype=np.int64)
-    digits = pc.replace_substring_regex(text.filter(pa.array(plain)), r"\..*$", "")
-    numbers[plain] = digits.cast(pa.int64()).to_numpy(zero_copy_only=False)
-    if plain.all():
-        return numbers
+def _numbers_of(column: Any, name: str, source: str) -> tuple[NDArray[np.int64], str | None]:
+    """Floats without blanks as ticks, and their unit where one has a fraction."""
+    held: NDArray[Any] = column.to_numpy(zero_copy_only=False)
+    exact = np.abs(held.astype(np.float64)) <= largest_exact(column.type.bit_width)
+    if not exact.all() or (held == np.round(held)).all():
+        return _whole_numbers(column, name, source, NO_TIME), None
+    numbers = held.astype(np.float64)
+    refuse_first(numbers < 0, column, name, source, NO_TIME)
+    coarse, finest = _room(int(numbers.max()))
+    for finer in range(1, finest + 1):  # the first that gives the same floats back
+        ticks = np.round(numbers * 1000**finer)
+        if ((ticks / 1000**finer).astype(held.dtype) == held).all():
+            break
+    return ticks.astype(np.int64), UNITS[coarse + finer]
+
+
+def _room(latest: int) -> tuple[int, int]:
+    """The place in ``UNITS`` of the unit that numbers up to ``latest`` seem to have, and how many finer there are."""
+    place = UNITS.index(guessed_unit(latest))
+    return place, len(UNITS) - 1 - place
+
+
+def _numbers_in(text: Any, name: str, source: str) -> tuple[NDArray[np.int64], str | None]:
+    """Numbers in text as ticks, and their unit where one has a fraction; what is finer than nanoseconds is cut off."""
+    plain = pc.match_substring_regex(text, r"^\d{1,18}(\.\d*)?$").to_numpy(zero_copy_only=False)
+    usual = text.filter(pa.array(plain))
+    whole = pc.replace_substring_regex(usual, r"\..*$", "").cast(pa.int64()).to_numpy(zero_copy_only=False)
+    fraction = (
+        pc.replace_substring_regex(usual, r"^\d+\.?|0+$", "")
+        if pc.any(pc.match_substring(usual, ".")).as_py()
+        else None
+    )
+    others = {} if plain.all() else _rare_numbers(text, np.flatnonzero(~plain), name, source)
+    digits = 0 if fraction is None else pc.max(pc.utf8_length(fraction)).as_py()
+    digits = max([digits, *map(_digits, others.values())])
+    numbers, unit, finer = np.zeros(len(text), dtype=np.int64), None, 0
+    numbers[plain] = whole
+    if digits:
+        coarse, finest = _room(max([int(whole.max(initial=0)), *map(int, others.values())]))
+        finer = min(-(-digits // 3), finest)
+        unit = UNITS[coarse + finer]
+        refuse_first(numbers >= LARGEST // 1000**finer, text, name, source, NO_TIME)
+        numbers *= 1000**finer
+    if finer and fraction is not None:
+        cut = pc.utf8_slice_codeunits(pc.utf8_rpad(fraction, 3 * finer, "0"), 0, 3 * finer)
+        numbers[plain] += cut.cast(pa.int64()).to_numpy(zero_copy_only=False)
+    for row, number in others.items():
+        numbers[row] = int(number * 1000**finer)
+    return numbers, unit
+
+
+def _rare_numbers(text: Any, rows: NDArray[np.int64], name: str, source: str) -> dict[int, Decimal]:
+    """Numbers of rare spellings, such as 9.78E8, by row; refuses what is no time."""
     refuse_first(stands_for_nothing(text), text, name, source, BLANK_TIME)
     rounded = text.filter(pc.match_substring_regex(text, SPREADSHEET_NUMBER))
     if len(rounded):
         warnings.warn(
             f"{source}: column {name!r} holds {rounded[0].as_py()!r} and the like in {len(rounded):,} rows: a "
             "spreadsheet has rounded these numbers, so their order is lost; export the column as text",
-            stacklevel=5,
+            stacklevel=6,
         )
-    for row in np.flatnonzero(~plain).tolist():  # rare spellings such as 9.78E8, or the value to refuse
+    found = {}
+    for row in rows.tolist():
         written = text[row].as_py()
         number = Decimal(written) if _NUMBER.match(written) else Decimal(-1)
-        if not 0 <= number <= LARGEST or number != number.to_integral_value():
+        if not 0 <= number <= LARGEST or _digits(number) > MOST_DIGITS:
             raise UserError(f"{source}: row {row + 1}: column {name!r} holds {written!r}, {NO_TIME}")
-        numbers[row] = int(number)
-    return numbers
+        found[row] = number
+    return found
+
+
+def _digits(number: Decimal) -> int:
+    """After the point; negative where as many zeros stand before it."""
+    return -int(number.normalize().as_tuple().exponent)
+
+
+def _in_one_unit(numbers: NDArray[np.int64], name: str, source: str) -> NDArray[np.int64]:
+    """Numbers that are dates of our time in several units, in the finest of these; others as they are.
+
+    Warns of several units, and of zeros among dates, which order events as the first of all.
+    """
+    of_unit = [are_of_our_time(numbers, unit) for unit in UNITS] if _may_be_dates(numbers) else []
+    units = [unit for unit, mask in zip(UNITS, of_unit, strict=False) if mask.any()]
+    zeros = numbers == 0
+    if not units or sum(int(mask.sum()) for mask in of_unit) + int(zeros.sum()) < len(numbers):
+        return numbers
+    if zeros.any():
+        warnings.warn(
+            f"{source}: column {name!r} holds 0 in {int(zeros.sum()):,} rows, first in row {int(zeros.argmax()) + 1}, "
+            f"beside dates in {units[0]}: these events come first, as of 1970; if their times are missing, leave the "
+            "rows out",
+            stacklevel=5,
+        )
+    if len(units) == 1:
+        return numbers
+    made: NDArray[np.int64] = numbers.copy()
+    finest = units[-1]
+    for unit, mask in zip(UNITS, of_unit, strict=True):
+        if unit in units:
+            made[mask] *= TICKS_PER_SECOND[finest] // TICKS_PER_SECOND[unit]
+    counts = {unit: int(mask.sum()) for unit, mask in zip(UNITS, of_unit, strict=True) if unit in units}
+    rarer = min(units, key=lambda unit: counts[unit])
+    row = int(of_unit[UNITS.index(rarer)].argmax())
+    told = ", ".join(f"{number:,} in {unit}" for unit, number in counts.items())
+    warnings.warn(
+        f"{source}: column {name!r} holds times in several units ({told}; row {row + 1} holds {numbers[row]}, in "
+        f"{rarer}): each is taken in its own unit, all are kept in {finest}; write them alike",
+        stacklevel=5,
+    )
+    return made
+
+
+def _may_be_dates(numbers: NDArray[np.int64]) -> bool:
+    """Whether numbers have anything to be told of their unit: a zero, or sizes that lie a unit apart."""
+    if not len(numbers):
+        return False
+    least, latest = int(numbers.min()), int(numbers.max())
+    return latest >= OUR_TIME[0] and (least == 0 or guessed_unit(least) != guessed_unit(latest))
+
+
+def are_of_our_time(numbers: NDArray[np.int64], unit: str) -> NDArray[np.bool_]:
+    """Which numbers, as ticks of a unit since 1970, are dates of the years 1990 to 2099."""
+    first, last = (seconds * TICKS_PER_SECOND[unit] for seconds in OUR_TIME)
+    inside: NDArray[np.bool_] = (first <= numbers) & (numbers <= last)
+    return inside
+
+
+def unit_of_our_time(ticks: int) -> str | None:
+    """The unit in which a number is a date of our time, if there is one."""
+    return next((unit for unit in UNITS if are_of_our_time(np.array(ticks), unit)), None)
+
+
+def shown_time(ticks: int, unit: str | None) -> str:
+    """A time as a message shows it: as a date where its unit is known, or its size is that of a date of our time.
+
+    >>> shown_time(1_706_704_200, None), shown_time(1_706_704_200_250, "ms"), shown_time(17, None)
+    ('2024-01-31 12:30:00', '2024-01-31 12:30:00.250', '17')
+    """
+    unit = unit or unit_of_our_time(ticks)
+    return str(ticks) if unit is None else str(np.array(ticks).astype(f"datetime64[{unit}]")).replace("T", " ")
 
 
 def are_dates(text: Any) -> bool:
@@ -278,103 +436,3 @@ def check_unit(times: NDArray[np.int64], own: str, source: str, *, stacklevel: i
         raise UserError(f"{told} {advice}")
     if unit != own and latest >= 10**9 * TICKS_PER_SECOND[unit]:  # a date since 2001
         warnings.warn(f"{told} takes them for dates of 1970: it {advice}", stacklevel=stacklevel + 1)
-
-
-def time_columns(names: Sequence[str]) -> list[str]:
-    """The columns that by their names hold the times of events, the usual one first; none that occurs twice.
-
-    >>> time_columns(["user_id", "InvoiceDate", "release_date", "timestamp"])
-    ['timestamp', 'InvoiceDate']
-    """
-    found = [
-        name
-        for name in names
-        if _TIME_NAME.fullmatch(re.sub(r"[\W_]", "", name.lower())) and list(names).count(name) == 1
-    ]
-    return sorted(found, key=lambda name: name != USUAL_TIME)
-
-
-def warn_if_out_of_order(
-    source: str, users: NDArray[np.int64], columns: Mapping[str, Any], *, order: str, advice: str, stacklevel: int
-) -> None:
-    """Say where the first of the columns that holds times contradicts the row order, or where none can be read.
-
-    Args:
-        users: their numbers, one per row.
-        order: the rows', in a word or two.
-        advice: how to sort by a column.
-        stacklevel: 1 for the function that calls this one.
-    """
-    taken = f"{source}: rows are taken in {order} order"
-    for name, times in columns.items():
-        backwards = steps_back(users, times)
-        if backwards:
-            warnings.warn(
-                f"{taken}, but column {name!r} goes backwards within a user {backwards:,} times; {advice}",
-                stacklevel=stacklevel + 1,
-            )
-        if backwards is not None:
-            return
-    for name, times in columns.items():
-        text = times[0].as_py() if len(times) and is_text(times.type) else None
-        if text is not None and _DATE_OF_SOME_KIND.search(text):
-            warnings.warn(
-                f"{taken}; column {name!r} could not be checked, since not all of its dates (the first is {text!r}) "
-                f"are written like 2024-01-31 12:30:00; if the rows are out of order, write them so and {advice}",
-                stacklevel=stacklevel + 1,
-            )
-            return
-
-
-def warn_if_rows_go_back(events: Events, columns: Mapping[str, Any], order: str, *, stacklevel: int) -> None:
-    """``warn_if_out_of_order`` of events that are taken in row order."""
-    if columns:
-        users = events.user.dictionary_encode().indices.to_numpy()
-        advice = "name it as the time column to sort by it"
-        warn_if_out_of_order(events.source, users, columns, order=order, advice=advice, stacklevel=stacklevel + 1)
-
-
-def warn_if_newest_first(
-    source: str, users: NDArray[np.int64], times: NDArray[np.int64], rows: NDArray[np.int64], *, stacklevel: int
-) -> None:
-    """Say that equal times stay in row order where all rows of a later time stand before those of an earlier one.
-
-    Args:
-        users, times: of the events, user by user and sorted by time.
-        rows: where the events stand in the source, equal times in that order.
-        stacklevel: 1 for the function that calls this one.
-    """
-    begins = np.flatnonzero((np.diff(users, prepend=-1) != 0) | (np.diff(times, prepend=-1) != 0))  # of equal times
-    ties, of_one = len(users) - len(begins), np.diff(users[begins]) == 0
-    first, last = rows[begins], rows[np.append(begins[1:], len(rows)) - 1] if len(rows) else rows
-    if ties and of_one.any() and (last[1:] < first[:-1])[of_one].all():
-        warnings.warn(
-            f"{source}: rows stand newest first, and {ties:,} of them have the time of the row before: those stay in "
-            "row order, which is likely the wrong way round; turn the rows round (in pandas: frame.iloc[::-1])",
-            stacklevel=stacklevel + 1,
-        )
-
-
-def steps_back(users: NDArray[np.int64], times: Any) -> int | None:
-    """How often a row has an earlier time than the row of the same user before it; None if the column holds no times.
-
-    Rows without a time count as not there.
-    """
-    if is_text(times.type):
-        times = pc.utf8_trim_whitespace(times.cast(pa.large_string()))
-        known = pc.invert(stands_for_nothing(times))
-        users, times = users[known.to_numpy(zero_copy_only=False)], times.filter(known)
-        if are_dates(times):
-            try:
-                times = dates_in(times, "", "")
-            except UserError:
-                return None
-    if pa.types.is_timestamp(times.type) or pa.types.is_date(times.type):
-        times = times.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
-    ticks = as_floats(times)
-    if ticks is None or np.isnan(ticks).all():
-        return None
-    users, ticks = users[~np.isnan(ticks)], ticks[~np.isnan(ticks)]
-    order = np.argsort(users, kind="stable")
-    users, ticks = users[order], ticks[order]
-    return int(((ticks[1:] < ticks[:-1]) & (users[1:] == users[:-1])).sum())

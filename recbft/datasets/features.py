@@ -17,7 +17,6 @@ canonical texts are, as ids: a category 7 equals the text ``7``.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,12 +30,22 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from recbft.datasets.columns import as_floats, as_table, check_columns, flat, is_text, refuse_first, stands_for_nothing
+from recbft.datasets.columns import (
+    as_floats,
+    as_table,
+    check_columns,
+    flat,
+    is_list,
+    is_text,
+    refuse_first,
+    stands_for_nothing,
+)
 from recbft.datasets.events import read_ids
-from recbft.datasets.formats import column_names, column_types, ending, read_table, reading
+from recbft.datasets.formats import column_names, column_types, ending, read_table, reading, source_files
 from recbft.datasets.hashing import sha256_of, text_parts
 from recbft.datasets.vocabulary import Vocabulary, canonical_text
 from recbft.errors import UserError, did_you_mean
+from recbft.system.files import user_path
 
 Kind = Literal["category", "set", "number", "words", "vector"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -157,7 +166,7 @@ class ItemFeatures:
                 "number of .npy files with a vector for each of its rows"
             )
         path = tables[0]
-        if not path.is_file():
+        if not source_files(path)[0].is_file():
             raise UserError(f"{path}: no such file; check the path")
         typed = {name: _TYPED_HEADER.get(kind, "category") for name, kind in column_types(path).items()}
         names = [name for name in column_names(path) if name]
@@ -170,7 +179,7 @@ class ItemFeatures:
         kept = [name for name in dict.fromkeys(names) if name not in skipped]
         known = {**({} if just else typed), **named}
         made = cls.from_frame(
-            read_table(path, [id_column, *kept]),
+            read_table(path, [id_column, *kept], ids=[id_column]),
             kinds={name: kind for name, kind in known.items() if name not in skipped} | {id_column: "id"},
             source=str(path),
             vectors={name: _read_npy(other) for name, other in others.items() if name not in skipped},
@@ -339,10 +348,10 @@ def _distinct_ids(column: Any, name: str, source: str) -> NDArray[Any]:
 
 
 def _found(file: str | Path, data_root: str | Path | None) -> Path:
-    path = Path(os.path.expanduser(file))
+    path = user_path(file)
     if path.exists() or path.is_absolute() or not data_root:
         return path
-    below = Path(os.path.expanduser(data_root)) / path
+    below = user_path(data_root) / path
     return below if below.exists() else path
 
 
@@ -363,7 +372,7 @@ def _guess(column: Any, name: str, source: str, is_dictionary: bool) -> str:
     kind = column.type
     if is_dictionary or pa.types.is_boolean(kind) or pa.types.is_null(kind):
         return "category"
-    if _is_list(kind):
+    if is_list(kind):
         return "vector" if pa.types.is_floating(kind.value_type) else "set"
     if is_text(kind):
         return _guess_text(column)
@@ -421,7 +430,7 @@ def _sets(column: Any, name: str, source: str, separator: str) -> Any:
         texts = _texts(column, name, source)
         is_space = separator.isspace()
         lists = pc.utf8_split_whitespace(texts) if is_space else pc.split_pattern(texts, separator)
-    elif _is_list(column.type):
+    elif is_list(column.type):
         lists = _variable(column)
     else:
         raise UserError(f"{source}: column {name!r} has type {column.type}, but a set is a list or a text")
@@ -456,7 +465,7 @@ def _vectors(column: Any, name: str, source: str, separator: str) -> Any:
     """As lists of float32 of one length; a list without any number is null."""
     if is_text(column.type):
         lists = pc.utf8_split_whitespace(_texts(column, name, source))
-    elif _is_list(column.type):
+    elif is_list(column.type):
         lists = _variable(column)
     else:
         raise UserError(f"{source}: column {name!r} has type {column.type}, but a vector is a list of numbers")
@@ -510,10 +519,6 @@ def _lists(rows: NDArray[np.int64], values: Any, num_rows: int) -> Any:
 def _variable(column: Any) -> Any:
     """A column of lists of any type as one of lists that differ in length."""
     return column.cast(pa.large_list(column.type.value_type))
-
-
-def _is_list(kind: Any) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def _is_date(kind: Any) -> bool:

@@ -7,15 +7,20 @@
     .json .jsonl .ndjson [.gz]     one object per line
     .item [.gz]         as .inter, for features of items
     .txt [.gz]          "user item" on each line, or "user item1 item2 ..." with one line per user
+    folder, pattern     files of one format, such as ``events/`` or ``events/2024-*.parquet``, read one after the other
+                        as one table: in the order of their names, numbers in these by size; names that begin with a
+                        dot or an underscore are left out
 
-Text is UTF-8, with or without a byte order mark; a line ends in \\n or \\r\\n, outside JSON also in \\r. Ids of text
-files are read as text and kept exactly; only plain text histories split at white space. Nothing loops over rows unless
-an error has to name one.
+Where nobody says what stands between the fields of a CSV file without commas, it is what its first line shows.
+Text is UTF-8, with or without a byte order mark; a line ends in \\n or \\r\\n, outside JSON also in \\r. Columns of
+text files are read as text and kept exactly; only plain text histories split at white space. Nothing loops over rows
+unless an error has to name one.
 """
 
 from __future__ import annotations
 
 import csv
+import glob
 import gzip
 import io
 import json
@@ -34,8 +39,9 @@ import pyarrow.csv as pa_csv
 import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 
-from recbft.datasets.columns import check_columns, from_pandas
+from recbft.datasets.columns import check_columns, from_pandas, whole_numbers_of
 from recbft.errors import UserError
+from recbft.system.files import user_path
 
 FORMATS = {
     ".inter": "inter",
@@ -49,28 +55,51 @@ FORMATS = {
     ".txt": "text",
     ".item": "inter",
 }
+EVENT_ENDINGS = tuple(end for end in FORMATS if end != ".item")
+TEXT_FORMATS = frozenset(("csv", "tsv", "inter", "text"))  # in which a number and its text are one
 SEPARATORS = {"csv": ",", "tsv": "\t", "inter": "\t"}
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 GZIP = b"\x1f\x8b"  # begins its files
+OTHER_SEPARATORS = ("\t", ";", "|", ",", "::")  # that a first line may show
+WORDS = {"tab": "\t", "comma": ",", "semicolon": ";", "pipe": "|", "space": " "}  # for what a shell makes hard to write
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_DIGITS = re.compile(r"(\d+)")
 UNIT_SEPARATOR = b"\x1f"  # stands for a separator that is not one ASCII character while arrow reads
 BLOCK = 16 << 20  # bytes that arrow reads at once; no row may be longer
 
 
 def read_table(
-    path: str | Path, wanted: Sequence[str], *, separator: str | None = None, columns: Sequence[str] | None = None
+    path: str | Path,
+    wanted: Sequence[str],
+    *,
+    ids: Sequence[str] = (),
+    separator: str | None = None,
+    columns: Sequence[str] | None = None,
 ) -> Any:
     """Read the wanted columns (user and item first) as a pyarrow table; the columns of text files come as text.
 
     Args:
-        path: the file; its ending names the format.
+        path: the file, a folder of files or a pattern (``*``); the ending names the format.
         wanted: column names. A plain text history has no names: its two columns take the first two.
-        separator: between the fields of a delimited file (default: comma; tab for ``.tsv``); any text.
+        ids: those of a text file that come as integers where the whole column is written as such.
+        separator: between the fields of a delimited file (default: comma, tab for ``.tsv``, or what the first line
+            shows); any text, or "tab", "comma", "semicolon", "pipe" or "space".
         columns: the names of all columns of a delimited file without a header.
 
     Raises:
         UserError: the file is missing, empty, damaged or not UTF-8, lacks a column, or its format is unknown.
     """
-    path = atomic_file(Path(path))
+    files = source_files(path)
+    parts = [_read_file(file, wanted, separator, columns) for file in files]
+    table = parts[0] if len(files) == 1 else _joined(parts, files)
+    if file_format(files[0], delimited=separator is not None or columns is not None) in TEXT_FORMATS:
+        for name in ids:
+            place = table.column_names.index(name)
+            table = table.set_column(place, name, whole_numbers_of(table.column(place)))
+    return table
+
+
+def _read_file(path: Path, wanted: Sequence[str], separator: str | None, columns: Sequence[str] | None) -> Any:
     kind = file_format(path, delimited=separator is not None or columns is not None)
     if not path.is_file():
         raise UserError(f"{path}: no such file; check the path")
@@ -87,9 +116,24 @@ def read_table(
         return _read_delimited(path, wanted, kind, separator, columns)
 
 
+def _joined(parts: Sequence[Any], files: Sequence[Path]) -> Any:
+    """The rows of all parts in one table."""
+    try:
+        return pa.concat_tables(parts, promote_options="permissive")
+    except pa.ArrowException:
+        for part, file in zip(parts, files, strict=True):
+            if unlike := [field for field in part.schema if field.type != parts[0].schema.field(field.name).type]:
+                was = parts[0].schema.field(unlike[0].name).type
+                raise UserError(
+                    f"{file}: column {unlike[0].name!r} has type {unlike[0].type}, and {was} in {files[0]}; write the "
+                    "files alike"
+                ) from None
+        raise
+
+
 def column_names(path: str | Path, separator: str | None = None) -> list[str]:
     """The names a file gives its columns; none for formats without names (or whose first line cannot be read)."""
-    path = atomic_file(Path(path))
+    path = next(iter(source_files(path)))
     if not path.is_file():
         return []
     with suppress(UserError), reading(path):
@@ -103,26 +147,67 @@ def column_names(path: str | Path, separator: str | None = None) -> list[str]:
     return []
 
 
-def column_types(path: Path) -> dict[str, str]:
+def source_files(path: str | Path) -> list[Path]:
+    """The files that a path stands for, in the order in which they are read: itself, those of a folder or a pattern.
+
+    Raises:
+        UserError: a folder or pattern without files, or with files of several formats; an address on the internet.
+    """
+    path = atomic_file(user_path(path))
+    if _ADDRESS.match(str(path)):
+        address = str(path).replace(":/", "://", 1)  # which a path has once
+        raise UserError(
+            f"{address}: is an address, and nothing is downloaded: fetch the file (curl -LO ...) and name it"
+        )
+    if path.is_dir():
+        inside = [file.relative_to(path) for file in path.rglob("*")]
+        kept = [path / file for file in inside if not any(part.startswith((".", "_")) for part in file.parts)]
+        files = [file for file in kept if file.is_file() and FORMATS.get(ending(file), "inter") != "inter"]
+        endings = sorted({ending(file) for file in files})
+        if not files:
+            raise UserError(f"{path}: the folder holds no file of events ({', '.join(EVENT_ENDINGS)}); name a file")
+        if len(endings) > 1:
+            raise UserError(
+                f"{path}: the folder holds files that end in {', '.join(endings)}; name one kind, such as "
+                f"'{path / '*'}{endings[0]}'"
+            )
+    elif is_pattern(path) and not path.exists():
+        files = [Path(name) for name in glob.glob(str(path), recursive=True)]
+        files = [file for file in files if file.is_file()]
+        if not files:
+            raise UserError(f"{path}: no file has such a name; check the pattern")
+    else:
+        return [path]
+    files = [file for file in files if file.stat().st_size > 0] or files  # a part may have got no row
+    return sorted(
+        files, key=lambda file: [int(part) if part.isdecimal() else part for part in _DIGITS.split(str(file))]
+    )
+
+
+def is_pattern(path: Path) -> bool:
+    """Whether a path stands for all that match it."""
+    return glob.has_magic(str(path))
+
+
+def column_types(path: str | Path) -> dict[str, str]:
     """The types in the header of a RecBole atomic file, such as ``token_seq``; none in other files."""
+    path = source_files(path)[0]
     with suppress(UserError), reading(path):
         if path.is_file() and file_format(path) == "inter":
-            with open_bytes(path) as file:
-                line = re.split(rb"[\r\n]", file.readline(), maxsplit=1)[0].decode("utf-8-sig")
-            fields = (field.rpartition(":") for field in line.split(SEPARATORS["inter"]))
+            fields = (field.rpartition(":") for field in _first_line(path).split(SEPARATORS["inter"]))
             return {name: kind for name, _, kind in fields if name}
     return {}
 
 
 def atomic_file(path: Path) -> Path:
-    """For a folder, the RecBole atomic file in it: FOLDER/FOLDER.inter, or the only ``.inter`` file."""
-    if not path.is_dir():
+    """For a folder with RecBole atomic files, the one that it stands for: FOLDER/FOLDER.inter, or the only one."""
+    found = [*sorted(path.glob("*.inter")), *sorted(path.glob("*.inter.gz"))] if path.is_dir() else []
+    if not found:
         return path
-    found = sorted(path.glob("*.inter")) + sorted(path.glob("*.inter.gz"))
     named = [file for file in found if file.name.partition(".inter")[0] == path.resolve().name]
     if named or len(found) == 1:
         return (named or found)[0]
-    raise UserError(f"{path}: holds {len(found)} .inter files and none is called {path.name}.inter; name a file")
+    raise UserError(f"{path}: holds {len(found)} .inter files, and none is called {path.name}.inter; name a file")
 
 
 def file_format(path: Path, *, delimited: bool = False) -> str:
@@ -175,7 +260,7 @@ def open_bytes(path: Path) -> BinaryIO | gzip.GzipFile:
 def _read_delimited(
     path: Path, wanted: Sequence[str], kind: str, separator: str | None, columns: Sequence[str] | None
 ) -> Any:
-    separator = _separator(kind, separator, path)
+    separator = _separator(kind, separator, path, columns)
     names = list(columns) if columns is not None else _header(path, separator, kind)
     try:
         check_columns(names, wanted, str(path))
@@ -216,14 +301,25 @@ def _read_delimited(
     return table.rename_columns([chosen[name] for name in table.column_names])
 
 
-def _separator(kind: str, given: str | None, path: Path) -> str:
-    """What stands between the fields: what is given, or what is usual in files of this kind."""
-    separator = SEPARATORS[kind] if given is None else given.replace("\\t", "\t")
+def _separator(kind: str, given: str | None, path: Path, columns: Sequence[str] | None = None) -> str:
+    """What stands between the fields: what is given, what is usual in files of this kind, or what the first line shows.
+
+    The line shows it by its number of fields: that of the ``columns``, or any above one.
+    """
+    if given is None:
+        usual, line = SEPARATORS[kind], _first_line(path)
+        others = () if kind == "inter" else OTHER_SEPARATORS if columns is None else (*OTHER_SEPARATORS, " ")
+        return next((one for one in (usual, *others) if _fits(_fields(line, one, kind), columns)), usual)
+    separator = WORDS.get(given.lower(), given.replace("\\t", "\t"))
     if separator in ("", "\n", "\r"):
         raise UserError(
             f"{path}: the separator is {separator!r}; give the text between two fields, such as ',' or '::'"
         )
     return separator
+
+
+def _fits(fields: Sequence[str], columns: Sequence[str] | None) -> bool:
+    return len(fields) > 1 if columns is None else len(fields) == len(columns)
 
 
 def _arrow_takes(separator: str) -> bool:
@@ -237,14 +333,21 @@ def _is_quoted(kind: str, separator: str) -> bool:
 
 def _header(path: Path, separator: str, kind: str) -> list[str]:
     """The column names in the first line, without their types where it is an atomic file's (``user_id:token``)."""
-    with open_bytes(path) as file:
-        line = re.split(rb"[\r\n]", file.readline(), maxsplit=1)[0].decode("utf-8-sig")
+    line = _first_line(path)
     if not line.strip():
         raise UserError(f"{path}: the first line is blank, but it must name the columns")
-    if _is_quoted(kind, separator):
-        return next(csv.reader([line], delimiter=separator))
-    names = line.split(separator)
+    names = _fields(line, separator, kind)
     return [name.rpartition(":")[0] or name for name in names] if kind == "inter" else names
+
+
+def _first_line(path: Path) -> str:
+    with open_bytes(path) as file:
+        return re.split(rb"[\r\n]", file.readline(), maxsplit=1)[0].decode("utf-8-sig")
+
+
+def _fields(line: str, separator: str, kind: str) -> list[str]:
+    """What a line holds between separators."""
+    return next(csv.reader([line], delimiter=separator), []) if _is_quoted(kind, separator) else line.split(separator)
 
 
 def _with_unit_separators(path: Path, separator: str) -> bytes:
@@ -309,6 +412,11 @@ def _json_object(line: str, path: Path, number: int) -> dict[str, Any]:
 
 def _read_json_lines(path: Path, wanted: Sequence[str]) -> Any:
     first = _first_object(path)
+    if first and any(all(isinstance(value, kind) for value in first.values()) for kind in (dict, list)):
+        raise UserError(
+            f"{path}: line 1 holds whole columns; write one row per line (in pandas: frame.to_json(path, "
+            "orient='records', lines=True))"
+        )
     check_columns(list(first), wanted, f"{path}: line 1")  # others may have more
     # the first line fixes the types: left to itself arrow would turn an id that looks like a date into a date
     arrow_types = {str: pa.large_string(), int: pa.int64(), float: pa.float64()}

@@ -27,10 +27,22 @@ import pyarrow.parquet as pq
 import yaml
 
 from recbft.datasets.columns import flat
-from recbft.datasets.events import USUAL_TIME, Events, time_columns, warn_if_rows_go_back
-from recbft.datasets.formats import FORMATS, atomic_file, column_names, read_table, reading
+from recbft.datasets.events import USUAL_TIME, Events
+from recbft.datasets.formats import (
+    EVENT_ENDINGS,
+    atomic_file,
+    column_names,
+    column_types,
+    ending,
+    is_pattern,
+    read_table,
+    reading,
+    source_files,
+)
 from recbft.datasets.prepare import Preparation
+from recbft.datasets.row_order import time_columns, warn_if_rows_are_unordered
 from recbft.errors import UserError, did_you_mean
+from recbft.system.files import user_path
 
 METADATA_KEY = b"recbft"
 DATA_ROOT_VARIABLE = "RECBFT_DATA_ROOT"
@@ -47,6 +59,7 @@ class CardFile:
     user: str = "user_id"
     item: str = "item_id"
     time: str | None = None  # the column with real times; None where the row order is all there is
+    session: str | None = None  # a column whose values cut a user's events into histories of their own
     separator: str | None = None
     columns: Sequence[str] | None = None  # names, for a file without a header
     preparation: Preparation = field(default_factory=Preparation)
@@ -102,7 +115,7 @@ def root_folder(data_root: str | Path | None) -> Path | None:
     chosen = data_root or os.environ.get(DATA_ROOT_VARIABLE) or None
     if chosen is None:
         return None
-    folder = Path(os.path.expanduser(chosen))
+    folder = user_path(chosen)
     if not folder.is_dir():
         said_by = "the data root" if data_root else f"the data root (from {DATA_ROOT_VARIABLE})"
         raise UserError(f"{folder}: {said_by} is not a folder; create it or name another")
@@ -156,37 +169,50 @@ def find_events(
     """The events of a file that ``Dataset.load`` makes a data set of.
 
     Args:
-        asked: those of its arguments user, item, time, separator and columns that are given.
+        asked: those of its arguments user, session, item, time, separator and columns that are given.
     """
     path, file, known = _locate(name_or_path, data_root)
-    chosen = replace(file, **asked)
+    chosen = replace(file, **by_session(asked))
     stored = _stored_record(path)
     earlier = None if stored is None else stored["preparation"]
     if stored is not None and "time" not in asked:
         chosen = replace(chosen, time=USUAL_TIME if stored["has_times"] else None)
-    if earlier is not None and preparation.to_dict() == earlier.get("filters"):
+    was = None if earlier is None else Preparation(**earlier.get("filters", {}))
+    if preparation == was:
         preparation = Preparation()  # what the file was prepared with: its columns may be gone
     untouched = not asked and preparation == Preparation()
     if preparation != Preparation():
         chosen = replace(chosen, preparation=preparation)
+    elif was is not None:
+        chosen = replace(chosen, preparation=Preparation(min_history=was.min_history))
     events = read_events(path, chosen)
     if known is None and stored is None:
         named = {"user": chosen.user, "item": chosen.item, "time": chosen.time}
     else:  # untouched, the card or the canonical file alone stands for these data
         named = {} if untouched else {key: asked.get(key) for key in ("user", "item", "time")}
+    if "session" in asked:
+        named |= {"user": asked.get("user"), "session": asked["session"]}
     record: dict[str, Any] = {"source": path.name, "time": chosen.time}
     if earlier is not None:
         unit = earlier.get("time_unit") if chosen.time == USUAL_TIME else None
         record |= {"time_unit": unit, "earlier": earlier}
-    name = known.name if known is not None else path.name.partition(".")[0] if stored is None else stored["name"]
+    name = known.name if known is not None else _name_of(path) if stored is None else stored["name"]
     as_saved = None if named else earlier
     check = partial(_warn_if_other, path, file, known) if known is not None and untouched else None
     return FoundEvents(path, chosen.item, events, name, chosen.preparation, named, record, as_saved, check)
 
 
-def source_file_of(name_or_path: str | Path, data_root: str | Path | None) -> Path | None:
-    """The file that is read for a name; None if nothing is read."""
-    return None if str(name_or_path) == SYNTHETIC else _locate(name_or_path, data_root)[0]
+def by_session(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns that are asked for, a session in the place of the user where no user is."""
+    session = asked.get("session")
+    return (
+        {**asked, "user": session, "session": None} if session is not None and asked.get("user") is None else {**asked}
+    )
+
+
+def source_files_of(name_or_path: str | Path, data_root: str | Path | None) -> list[Path]:
+    """The files that are read for a name; none for the generator's."""
+    return [] if str(name_or_path) == SYNTHETIC else source_files(_locate(name_or_path, data_root)[0])
 
 
 def _locate(name_or_path: str | Path, data_root: str | Path | None) -> tuple[Path, CardFile, Card | None]:
@@ -194,17 +220,25 @@ def _locate(name_or_path: str | Path, data_root: str | Path | None) -> tuple[Pat
     name = str(name_or_path)
     if name in card_names():
         return *find(card(name), data_root), card(name)
-    path = Path(os.path.expanduser(name))
-    looks_like_a_file = isinstance(name_or_path, Path) or path.suffix != "" or len(path.parts) > 1
+    path = user_path(name)
+    looks_like_a_file = isinstance(name_or_path, Path) or is_pattern(path) or path.suffix != "" or len(path.parts) > 1
     if not looks_like_a_file and not path.exists():
         folder = root_folder(data_root)
-        places = [] if folder is None else [folder / name, *(folder / f"{name}{ending}" for ending in FORMATS)]
+        places = [] if folder is None else [folder / name, *(folder / f"{name}{end}" for end in EVENT_ENDINGS)]
         found = next((place for place in places if place.exists()), None)
         if found is None:
             raise _unknown(name)
         path = found
     path = atomic_file(path)
     return path, CardFile(path=str(path)), None
+
+
+def _name_of(path: Path) -> str:
+    """What data of a file are called: as the file without its endings, or as the folder of several."""
+    if path.is_file():
+        return path.name.partition(".")[0]
+    folder = next((place for place in (path, *path.parents) if not is_pattern(place)), path)
+    return folder.resolve().name or "events"
 
 
 def atomic_items(events: Path) -> Path:
@@ -218,21 +252,42 @@ def atomic_items(events: Path) -> Path:
 
 
 def read_events(path: Path, how: CardFile) -> Events:
-    """The events of a file in its order, with a warning where no time is named and a likely one contradicts it."""
+    """The events of a file in its order, with a warning where no time is named and a likely one contradicts it.
+
+    Ids of a text file are integers where the whole column is written as such.
+    """
     separator, columns, extra = how.separator, how.columns, how.preparation.columns()
-    named = [how.user, how.item, *([how.time] if how.time is not None else []), *extra]
-    table, likely = None, []
-    if how.time is None:
+    named = [how.user, how.item, *(name for name in (how.time, how.session) if name is not None), *extra]
+    read = partial(read_table, path, ids=(how.user, how.item), separator=separator, columns=columns)
+    if ending(path) == ".item":
+        raise UserError(f"{path}: holds features of items; name a file of events, and give this one as items beside it")
+    for name, kind in column_types(path).items():
+        if name in named and kind.endswith("_seq"):
+            raise UserError(
+                f"{path}: column {name!r} is of type {kind}, a list in each row, but a row holds one event; name the "
+                "column of single ids, such as item_id"
+            )
+
+    def with_likely() -> tuple[Any, list[str]]:
+        """What is named and the columns that look like times, in one table; None and none where they are damaged."""
         names = column_names(path, separator) if columns is None else columns
-        likely = [name for name in time_columns(names) if name not in named]
-    if likely:
-        with suppress(ValueError):  # a column that nobody named may be damaged
-            table = read_table(path, [*named, *likely], separator=separator, columns=columns)
-    times = {} if table is None else {name: flat(table, name) for name in likely}
+        found = [name for name in time_columns(names) if name not in named]
+        with suppress(ValueError):  # a column that nobody named may hold anything
+            if found:
+                return read([*named, *found]), found
+        return None, []
+
+    table, found = with_likely() if how.time is None else (None, None)
     if table is None:
-        table = read_table(path, named, separator=separator, columns=columns)
-    events = Events.from_table(table, source=str(path), user=how.user, item=how.item, time=how.time, extra=extra)
-    warn_if_rows_go_back(events, times, "file", stacklevel=2)
+        table = read(named)
+
+    def likely() -> dict[str, Any]:
+        whole, names = with_likely() if found is None else (table, found)
+        return {name: flat(whole, name) for name in names}
+
+    roles: dict[str, Any] = {"user": how.user, "item": how.item, "time": how.time, "session": how.session}
+    events = Events.from_table(table, source=str(path), **roles, extra=extra)
+    warn_if_rows_are_unordered(events, how.item, how.time, likely, "file", stacklevel=2)
     return events
 
 

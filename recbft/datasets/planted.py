@@ -11,7 +11,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from recbft.datasets.dataset import Dataset
-from recbft.datasets.loading import SYNTHETIC, source_file_of
+from recbft.datasets.loading import SYNTHETIC, source_files_of
 from recbft.datasets.synth import SyntheticConfig, generate, synthetic_events, truth_files
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
@@ -50,12 +50,13 @@ def planted_reliability(
     else:
         place = None
         with suppress(UserError):
-            place = source_file_of(source, data_root)
+            place = next(iter(source_files_of(source, data_root)), None)
         if place is None or not all(file.is_file() for file in truth_files(place)):
             return None
         items, users = map(pd.read_parquet, truth_files(place))
     return PlantedReliability(
-        items=_reliability(items, "item_id", dataset.item_ids), users=_reliability(users, "user_id", dataset.user_ids)
+        items=_reliability(items, "item_id", dataset.item_ids),
+        users=_reliability(users, "user_id", dataset.user_ids[: dataset.num_tested]),
     )
 
 

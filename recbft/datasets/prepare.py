@@ -3,14 +3,15 @@
 The steps, in this order: keep the rows that satisfy ``where``; gather each user's rows in row order (or, where times
 are given, by a stable sort on time: ties keep their row order); drop repeated (user, item) pairs; drop users and items
 with too few events until none is left (the thresholds hold together in what is left); leave out each user's last
-events. Users with fewer than 3 events cannot be split and are always dropped and counted.
+events. Users with fewer than 3 events cannot be split: they are dropped and counted, or with ``min_history`` 2 those of
+two events train, and are never evaluated.
 
-Users are numbered by first appearance among the kept rows, items by first appearance in the finished histories.
+Users are numbered by first appearance among the kept rows, those that only train after all others; items by first
+appearance in the finished histories.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -21,18 +22,13 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from recbft.config.fields import is_whole
-from recbft.datasets.columns import as_floats, is_text, refuse_first, stands_for_nothing
-from recbft.datasets.events import Events, warn_if_newest_first
+from recbft.datasets.columns import is_text
+from recbft.datasets.events import Events
+from recbft.datasets.row_filter import Condition, conditions_of, satisfying
+from recbft.datasets.row_order import warn_if_newest_first
 from recbft.errors import UserError
 
 MIN_HISTORY = 3  # one event each to train, validate and test
-
-_COMPARISONS = {">=": np.greater_equal, "<=": np.less_equal, "==": np.equal, "!=": np.not_equal}
-_COMPARISONS |= {">": np.greater, "<": np.less, "=": np.equal}
-_NEEDS = "but a row filter needs numbers; choose by texts or dates before the data are read"
-_CONDITION = re.compile(
-    r"^\s*(?P<column>.+?)\s*(?P<sign>>=|<=|==|!=|>|<|=)\s*(?P<number>[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?)\s*$"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +39,12 @@ class Preparation:
         k_core: every user and every item keeps at least this many events (iterative); 0 is off.
         min_user_events, min_item_events: as ``k_core``, for one side; the larger of the two counts.
         deduplicate: of a user's events with one item keep the ``"first"`` or the ``"last"``; None keeps all.
-        where: a row filter on numeric columns, such as ``"rating>=4"`` or ``"rating>=4 and year>2000"``. A row whose
-            value is blank, or a word such as NULL, does not satisfy it.
+        where: a row filter, such as ``"rating >= 4 and time < 2024-01-01"`` or ``"event in (buy, cart)"``; see
+            ``recbft.datasets.row_filter``.
         drop_last_events: leave out so many of each user's last events, after everything else: the same users one event
             earlier, on which to see whether a result holds.
+        min_history: the fewest events of a user: 3, one each to train, validate and test, or 2, with which users of
+            two events train on both and are not evaluated.
     """
 
     k_core: int = 0
@@ -55,6 +53,7 @@ class Preparation:
     deduplicate: str | None = None
     where: str | None = None
     drop_last_events: int = 0
+    min_history: int = MIN_HISTORY
 
     def __post_init__(self) -> None:
         for name in ("k_core", "min_user_events", "min_item_events", "drop_last_events"):
@@ -62,27 +61,23 @@ class Preparation:
             if not (is_whole(value) and value >= 0):
                 raise UserError(f"{name} is {value!r}; give a whole number >= 0 (0 is off)")
             object.__setattr__(self, name, int(value))  # numpy's cannot be written down
+        if not (is_whole(self.min_history) and 2 <= self.min_history <= MIN_HISTORY):
+            raise UserError(
+                f"min_history is {self.min_history!r}; give 3, or 2 to train on users of two events too "
+                "(min_user_events leaves out users of fewer events than a larger number)"
+            )
+        object.__setattr__(self, "min_history", int(self.min_history))
         if self.deduplicate not in (None, "first", "last"):
             raise UserError(f"deduplicate is {self.deduplicate!r}; choose 'first', 'last' or None")
         self.conditions()
 
-    def conditions(self) -> list[tuple[str, str, int | float]]:
-        """The row filter as (column, comparison, number)."""
-        if self.where is None:
-            return []
-        parsed = []
-        for part in re.split(r"\s+and\s+|&&?", self.where):
-            match = _CONDITION.match(part)
-            if match is None:
-                advice = "write COLUMN>=NUMBER (also > < <= == !=), joined by 'and'"
-                raise UserError(f"row filter {self.where!r} cannot be read; {advice}")
-            whole = re.fullmatch(r"[-+]?\d+", match["number"])  # exactly: floats round those beyond 2**53
-            parsed.append((match["column"], match["sign"], (int if whole else float)(match["number"])))
-        return parsed
+    def conditions(self) -> list[Condition]:
+        """The row filter's."""
+        return [] if self.where is None else conditions_of(self.where)
 
     def columns(self) -> list[str]:
         """The columns the row filter reads."""
-        return list(dict.fromkeys(column for column, _, _ in self.conditions()))
+        return list(dict.fromkeys(condition.column for condition in self.conditions()))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for YAML and JSON."""
@@ -102,7 +97,7 @@ class Prepared(NamedTuple):
 
 def prepare(events: Events, preparation: Preparation) -> Prepared:
     """Turn events into histories."""
-    kept = np.flatnonzero(satisfying(events, preparation))
+    kept = np.flatnonzero(kept_rows(events, preparation))
     users, user_names = _codes(events.user, kept)
     items, item_names = _codes(events.item, kept)
     times = None if events.time is None else events.time[kept]
@@ -113,22 +108,26 @@ def prepare(events: Events, preparation: Preparation) -> Prepared:
         warn_if_newest_first(events.source, users, times[order], order, stacklevel=4)
     fresh = _not_duplicated(users, items, preparation.deduplicate)
     alive, short, below = _hold_minimums(users, items, fresh, preparation)
-    if not alive.any():
+    if not _has_a_test(users, alive):
         raise UserError(
             f"{events.source}: no user has {MIN_HISTORY} events after filtering ({len(events):,} events of "
             f"{len(events.user.unique()):,} users read; {len(kept):,} of {len(user_names):,} users after the row "
-            f"filter, {fresh.sum():,} after de-duplication); check the user column, or loosen the filters and minimum "
-            "counts"
+            f"filter, {fresh.sum():,} after de-duplication); {_advice(events)}"
         )
-    alive, last, too_short = _drop_last(users, alive, preparation.drop_last_events)
-    if not alive.any():
+    alive, last, too_short = _drop_last(users, alive, preparation)
+    if not _has_a_test(users, alive):
         raise UserError(
             f"{events.source}: no user has {MIN_HISTORY} events left without the last {preparation.drop_last_events}; "
             "lower drop_last_events"
         )
-    users, items = users[alive], items[alive]
+    users, items, order = users[alive], items[alive], order[alive]
     lengths = np.bincount(users, minlength=len(user_names))
+    only_trains = lengths < MIN_HISTORY
+    if only_trains[users].any():
+        last_ones = np.argsort(only_trains[users], kind="stable")
+        users, items, order = users[last_ones], items[last_ones], order[last_ones]
     present = np.flatnonzero(lengths)
+    present = present[np.argsort(only_trains[present], kind="stable")]
     item_codes, first_items = pd.factorize(items)
     user_ids, item_ids = _raw(user_names, present), _raw(item_names, np.asarray(first_items))
     record = {
@@ -145,52 +144,23 @@ def prepare(events: Events, preparation: Preparation) -> Prepared:
             "events_filtered_out": len(events) - len(kept),
             "events_repeated": int(len(fresh) - fresh.sum()),
             "users_below_minimum": below,
-            "users_under_3_events": short + too_short,
+            f"users_under_{preparation.min_history}_events": short + too_short,
             **({"last_events": last} if preparation.drop_last_events else {}),
         },
     }
     return Prepared(
         items=item_codes.astype(np.int64) + 1,
         offsets=np.concatenate([[0], np.cumsum(lengths[present])]).astype(np.int64),
-        times=None if times is None else times[order][alive],
+        times=None if times is None else times[order],
         user_ids=user_ids,
         item_ids=item_ids,
         preparation=record,
     )
 
 
-def satisfying(events: Events, preparation: Preparation) -> NDArray[np.bool_]:
+def kept_rows(events: Events, preparation: Preparation) -> NDArray[np.bool_]:
     """Which events the row filter keeps; all where there is none."""
-    keep = np.ones(len(events), dtype=bool)
-    for name, sign, number in preparation.conditions():
-        column = events.extra[name]
-        values, filled = _numbers(column, name, events.source)
-        keep &= _COMPARISONS[sign](values, _as_held(number, column.type)) & filled
-    return keep
-
-
-def _as_held(number: int | float, kind: Any) -> Any:
-    """A number of a row filter as a column holds it: 4.1 in single precision is another number than in double."""
-    if isinstance(number, float) and (pa.types.is_float32(kind) or pa.types.is_float16(kind)):
-        with np.errstate(over="ignore"):  # infinity then, which is larger too
-            return np.dtype(kind.to_pandas_dtype()).type(number)
-    return number
-
-
-def _numbers(column: Any, name: str, source: str) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """A filter column's numbers, integers where it holds nothing else or else float64, and which rows are not blank."""
-    if is_text(column.type):
-        blank = stands_for_nothing(column)
-        text = pc.if_else(blank, "0", pc.ascii_lower(pc.utf8_trim_whitespace(column)))
-        numbers = np.asarray(pd.to_numeric(text.to_pandas(), errors="coerce"))
-        refuse_first(np.isnan(numbers), column, name, source, _NEEDS)
-        return numbers, ~blank.to_numpy(zero_copy_only=False)
-    if pa.types.is_integer(column.type):
-        return column.fill_null(0).to_numpy(zero_copy_only=False), column.is_valid().to_numpy(zero_copy_only=False)
-    floats = as_floats(column)
-    if floats is None:
-        raise UserError(f"{source}: column {name!r} has type {column.type}, {_NEEDS}")
-    return floats, ~np.isnan(floats)
+    return satisfying(dict(events.extra), preparation.conditions(), len(events), events.source)
 
 
 def _codes(ids: Any, kept: NDArray[np.int64]) -> tuple[NDArray[np.int64], Any]:
@@ -217,8 +187,8 @@ def _hold_minimums(
     """Drop users and items below their minimum until none is left.
 
     Returns:
-        The events that stay, the number of users dropped for having fewer than 3 events though they met the asked-for
-        minimum, and the number of users dropped for not meeting it.
+        The events that stay, the number of users dropped for having fewer than ``min_history`` events though they met
+        the asked-for minimum, and the number of users dropped for not meeting it.
     """
     if len(users) == 0:
         return alive, 0, 0
@@ -229,8 +199,8 @@ def _hold_minimums(
     while True:
         per_user = np.bincount(users[alive], minlength=num_users)
         per_item = np.bincount(items[alive], minlength=num_items)
-        short += int(((per_user > 0) & (per_user < MIN_HISTORY) & (per_user >= min_user)).sum())
-        stay = alive & (per_user >= max(min_user, MIN_HISTORY))[users] & (per_item >= min_item)[items]
+        short += int(((per_user > 0) & (per_user < preparation.min_history) & (per_user >= min_user)).sum())
+        stay = alive & (per_user >= max(min_user, preparation.min_history))[users] & (per_item >= min_item)[items]
         if stay.sum() == alive.sum():
             gone = num_users - int((per_user > 0).sum())
             if min_user == 0:  # whose events went all at once have missed no minimum that was asked for
@@ -239,17 +209,35 @@ def _hold_minimums(
         alive = stay
 
 
-def _drop_last(users: NDArray[np.int64], alive: NDArray[np.bool_], number: int) -> tuple[NDArray[np.bool_], int, int]:
-    """Leave out the last events of each user, and who has fewer than 3 then; users stand one after the other.
+def _advice(events: Events) -> str:
+    """What to do where no user has enough events: a cell may hold a whole history."""
+    first = pc.drop_null(events.item.slice(0, 100)) if is_text(events.item.type) else []
+    if len(first) and pc.all(pc.match_substring_regex(first, r"[^\s,;|]+[\s,;|]+[^\s,;|]")).as_py():
+        return (
+            f"items such as {first[0].as_py()[:60]!r} look like lists: write one event per row, or a .txt file with "
+            "lines such as 'user item1 item2'"
+        )
+    return "check the user column, or loosen the filters and minimum counts"
+
+
+def _has_a_test(users: NDArray[np.int64], alive: NDArray[np.bool_]) -> bool:
+    return bool((np.bincount(users[alive]) >= MIN_HISTORY).any())
+
+
+def _drop_last(
+    users: NDArray[np.int64], alive: NDArray[np.bool_], preparation: Preparation
+) -> tuple[NDArray[np.bool_], int, int]:
+    """Leave out the last events of each user, and who has too few then; users stand one after the other.
 
     Returns:
         The events that stay, how many were the last ones of their user, and how many users are gone.
     """
+    number = preparation.drop_last_events
     if number == 0:
         return alive, 0, 0
     per_user = np.bincount(users[alive])
     from_end = np.repeat(np.cumsum(per_user), per_user) - np.arange(alive.sum())  # 1 of a user's last event
-    is_last, stays = from_end <= number, per_user - number >= MIN_HISTORY
+    is_last, stays = from_end <= number, per_user - number >= preparation.min_history
     left = alive.copy()
     left[alive] = ~is_last & stays[users[alive]]
     return left, int(is_last.sum()), int(((per_user > 0) & ~stays).sum())

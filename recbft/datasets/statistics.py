@@ -9,7 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recbft.datasets.dataset import Dataset
+from recbft.datasets.events import shown_time, unit_of_our_time
+from recbft.datasets.row_order import item_order
 
+WORTH_SAYING = 0.01  # of neighbours
 LENGTH_QUANTILES = {"min": 0.0, "25%": 0.25, "50%": 0.5, "75%": 0.75, "90%": 0.9, "max": 1.0}
 
 
@@ -19,11 +22,14 @@ class DatasetStatistics:
 
     name: str
     num_users: int
+    num_tested: int  # of the users
     num_items: int
     num_events: int
     mean_length: float
     length_quantiles: dict[str, float]
     density: float  # events / (users x items)
+    first_time: str | None  # a date where it looks like one; None where the data has no times
+    last_time: str | None
     tied_neighbours: float | None  # of two rows in a row of one user: share with equal times
     tied_last_two: float | None  # share of users whose last two events tie: their targets hang on the row order
     unseen_targets: float  # share of test targets without a training event
@@ -38,26 +44,28 @@ class DatasetStatistics:
 
 def describe(dataset: Dataset) -> DatasetStatistics:
     """Compute the statistics of a data set."""
-    last = dataset.offsets[1:] - 1
+    last = dataset.offsets[1 : dataset.num_tested + 1] - 1
     quantiles = np.quantile(dataset.lengths, list(LENGTH_QUANTILES.values()))
-    tied_neighbours, tied_last_two = None, None
-    if dataset.times is not None:
-        tied = dataset.times[1:] == dataset.times[:-1]
-        between_users = dataset.offsets[1:-1] - 1
-        same_user = np.ones(dataset.num_events - 1, dtype=bool)
-        same_user[between_users] = False
-        tied_neighbours = float(tied[same_user].mean())
-        tied_last_two = float(tied[last - 1].mean())
+    tied_neighbours, tied_last_two, first_time, last_time = None, None, None, None
+    tied = tied_with_before(dataset)
+    if dataset.times is not None and tied is not None:
+        unit = dataset.preparation.get("time_unit") or unit_of_our_time(int(dataset.times.max()))
+        first_time, last_time = (shown_time(int(one), unit) for one in (dataset.times.min(), dataset.times.max()))
+        tied_neighbours = float(tied.sum() / (dataset.num_events - dataset.num_users))
+        tied_last_two = float(tied[last].mean())
     users = np.repeat(np.arange(dataset.num_users), dataset.lengths)
     num_pairs = len(distinct(users * (dataset.num_items + 1) + dataset.items))
     return DatasetStatistics(
         name=dataset.name,
         num_users=dataset.num_users,
+        num_tested=dataset.num_tested,
         num_items=dataset.num_items,
         num_events=dataset.num_events,
         mean_length=dataset.num_events / dataset.num_users,
         length_quantiles=dict(zip(LENGTH_QUANTILES, quantiles.tolist(), strict=True)),
         density=dataset.num_events / (dataset.num_users * dataset.num_items),
+        first_time=first_time,
+        last_time=last_time,
         tied_neighbours=tied_neighbours,
         tied_last_two=tied_last_two,
         unseen_targets=float((dataset.training_counts[dataset.items[last]] == 0).mean()),
@@ -65,6 +73,39 @@ def describe(dataset: Dataset) -> DatasetStatistics:
         content_hash=dataset.content_hash,
         target_hash=dataset.target_hash,
     )
+
+
+def remarks(dataset: Dataset) -> list[str]:
+    """What who trains on a data set should know of it, a line each: users left out, and times that are equal."""
+    record, lines = dataset.preparation, []
+    short = {name: number for name, number in record.get("dropped", {}).items() if name.startswith("users_under_")}
+    for name, number in short.items():
+        if number:
+            more = "; min_history=2 trains on those of 2" if record["filters"].get("min_history", 3) > 2 else ""
+            users = f"{number:,} of {record['before']['users']:,} users"
+            lines.append(f"left out: {users}, who have {name.removeprefix('users_').replace('_', ' ')}{more}")
+    if dataset.num_tested < dataset.num_users:
+        lines.append(f"trained on and not tested: {dataset.num_users - dataset.num_tested:,} users of 2 events")
+    tied = tied_with_before(dataset)
+    if tied is not None and (share := tied.sum() / (dataset.num_events - dataset.num_users)) >= WORTH_SAYING:
+        rank = np.empty(dataset.num_items, dtype=np.int64)
+        rank[np.argsort(dataset.item_ids, kind="stable")] = np.arange(dataset.num_items)
+        owner = np.repeat(np.arange(dataset.num_users), dataset.lengths)
+        found = item_order(owner, rank[dataset.items - 1], among=tied)
+        order = "which says nothing of time" if found is None else f"in which item ids {found}"
+        last = f"{describe(dataset).tied_last_two:.1%} of the test items"
+        who = f"{share:.1%} of a user's neighbouring events, {last}"
+        lines.append(f"equal times: {who}; these stay in the order of the rows, {order}")
+    return lines
+
+
+def tied_with_before(dataset: Dataset) -> NDArray[np.bool_] | None:
+    """Which events have the time of the same user's event before, (E,); None where the data has no times."""
+    if dataset.times is None:
+        return None
+    tied = np.append(False, dataset.times[1:] == dataset.times[:-1])
+    tied[dataset.offsets[:-1]] = False
+    return tied
 
 
 def distinct(values: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from recbft.datasets.events import Events
 from recbft.errors import UserError
-from recbft.system.files import write_parquet
+from recbft.system.files import user_path, write_parquet
 
 SHORTEST = 5
 SESSION_SECONDS = 300.0
@@ -130,7 +130,7 @@ def synthetic_events(config: SyntheticConfig) -> Events:
 
 def save_synthetic(synthetic: Synthetic, path: str | Path) -> list[Path]:
     """Write NAME.parquet and, beside it, NAME.truth-items.parquet and NAME.truth-users.parquet; returns the paths."""
-    path = Path(path)
+    path = user_path(path)
     if path.suffix.lower() != ".parquet":
         raise UserError(f"{path}: synthetic data is written as Parquet; let its name end in .parquet")
     paths = [path, *truth_files(path)]

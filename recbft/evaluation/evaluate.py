@@ -123,7 +123,7 @@ def evaluate(
         filter_seen=filter_seen,
         per_user=pd.DataFrame(
             {
-                "user": dataset.user_ids,
+                "user": dataset.user_ids[:num_users],
                 "history_length": view.stop - view.start,
                 "target": dataset.decode(view.target),
                 "target_count": dataset.training_counts[view.target],
@@ -221,8 +221,8 @@ def _rank(
             own = events_of(dataset.items, part.start[who], part.stop[who])
             for one, (barred, by_user) in zip(counts, ((None, None), own), strict=True) if who.size else ():
                 best = top_k(
-                    states[torch.from_numpy(who).to(states.device)], table, max(ks), exclude_items=barred,
-                    exclude_offsets=by_user, memory_mb=memory_mb,
+                    states[torch.from_numpy(who).to(states.device)], table, min(max(ks), dataset.num_items),
+                    exclude_items=barred, exclude_offsets=by_user, memory_mb=memory_mb,
                 )  # fmt: skip
                 one += shown(best.items, dataset.num_items, ks)
     return _Found(_joined(ranks), np.concatenate(precisions) if precisions else None, counts)

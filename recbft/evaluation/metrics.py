@@ -161,6 +161,7 @@ def protocol(
     return {
         "dataset": dataset.name,
         "users": dataset.num_users,
+        **({} if dataset.num_tested == dataset.num_users else {"users_tested": dataset.num_tested}),
         "items": dataset.num_items,
         "events": dataset.num_events,
         **dataset.hashes,
@@ -206,13 +207,19 @@ def protocol_lines(protocol: Mapping[str, Any]) -> list[str]:
     headline = SETTINGS[headline_setting(p["filter_seen"])]
     model = " ".join(str(p["config"][key]) for key in ("model", "arm") if p["config"].get(key))
     return [
-        f"data: {p['dataset']}, {p['users']:,} users, {p['items']:,} items, {p['events']:,} events, "
+        f"data: {p['dataset']}, {counted_users(p)}, {p['items']:,} items, {p['events']:,} events, "
         f"content {p['content_hash'][:12]}, targets {p['target_hash'][:12]}",
         f"protocol: {p['part']} target of leave-one-out among all items, ties against it, headline {headline} "
         f"(filter_seen {str(p['filter_seen']).lower()}), max length {p['max_length']}, seed {p['seed']}, "
         f"recbft {p['recbft_version']}, {model + ', ' if model else ''}config {config_hash(p['config'])[:12]}",
         *([f"begun from {begun_from(p)}"] if p.get("begun_from") else []),
     ]
+
+
+def counted_users(protocol: Mapping[str, Any]) -> str:
+    """The users of a protocol, and how many of them are tested where not all are, in words."""
+    tested = f" ({protocol['users_tested']:,} tested)" if "users_tested" in protocol else ""
+    return f"{protocol['users']:,} users{tested}"
 
 
 def begun_from(protocol: Mapping[str, Any]) -> str:

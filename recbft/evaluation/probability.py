@@ -104,7 +104,7 @@ def calibrations(
         "unfiltered" over all items, "filtered" over those that the user has not seen, fitted where the target is among
         them; None if it never is. Ready for JSON.
     """
-    view = view_of(dataset, "validation", fitting_users(dataset, np.arange(dataset.num_users)))
+    view = view_of(dataset, "validation", fitting_users(dataset, np.arange(dataset.num_tested)))
     with torch.inference_mode(), evaluation_mode(model):
         table = model.item_table()
         states, _ = states_of_view(model, dataset, view, table.weight.device)

@@ -87,7 +87,7 @@ def uncertainty(
             read.states, table, view.target, nothing_seen[:0], nothing_seen, memory_mb=memory_mb,
             user_ids=dataset.user_ids if users is None else dataset.user_ids[users],
         ).unfiltered  # fmt: skip
-        everyone = np.arange(dataset.num_users) if users is None else users
+        everyone = np.arange(dataset.num_tested) if users is None else users
         fit_view = view_of(dataset, "validation", fitting_users(dataset, everyone))
         states, _ = states_of_view(model, dataset, fit_view, table.weight.device)
         fitted = fit(states, table, fit_view.target, memory_mb=memory_mb)

@@ -58,7 +58,9 @@ class ArmSpec:
     name: str
     settings: tuple[str, ...] = ()
 
-    def config(self, settings: Sequence[str] = (), *, file: Path | None = None, **named: Any) -> RunConfig:
+    def config(
+        self, settings: Sequence[str] = (), *, file: Path | Sequence[Path] | None = None, **named: Any
+    ) -> RunConfig:
         """The run of this arm under a file and settings common to all arms.
 
         The arm's own settings win over those, and named values over both.

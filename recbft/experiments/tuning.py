@@ -94,10 +94,10 @@ def search(
         study = _open_study(out / "study.db", optuna, prune)
         _check_same(study, space, base, dataset, seeds, objective)
         _take_up_trials(study, optuna)
-        # A study that goes on must not draw the points again that it began with.
-        study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
         points = all_points(space)
         while (number := _number(study)) < trials:
+            # What is drawn follows from the trials that have ended, however often the search was stopped.
+            study.sampler = optuna.samplers.TPESampler(seed=number)
             left = None if points is None else _untried(study, points)
             if left == []:
                 watch.note(f"all {len(points or ())} points of the space were tried; more trials would repeat them")
@@ -105,7 +105,7 @@ def search(
             trial = study.ask()
             values = {dimension.key: dimension.suggest(trial) for dimension in space}
             if left is not None and values not in left:
-                _take_instead(study, trial, random.Random(trial.number).choice(left), optuna)
+                _take_instead(study, trial, random.Random(number).choice(left), optuna)
                 continue
             settings = tuple(f"{key}={value}" for key, value in values.items())
             watch.note(f"trial {number + 1} of {trials}: {' '.join(settings)}")

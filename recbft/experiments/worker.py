@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -49,8 +48,6 @@ def work(jobs: Sequence[Job], queue: Path, hashes: Mapping[str, str], say: Conne
         with explained(log):
             _say_into(log)
         logs = True
-        for job in jobs:
-            _remove_leftovers(job.path)
         dataset = jobs[0].config.data.load()
         refuse_other_data(hashes, dataset, "this command began", _CHANGED)
         heard = _listen()  # the command has read the data itself, and has said what there is to say of them
@@ -114,9 +111,3 @@ def _say_into(log: Path) -> None:
     for standard in (1, 2):
         os.dup2(file, standard)
     os.close(file)
-
-
-def _remove_leftovers(path: Path) -> None:
-    """Half-made folders of this run, which a killed process leaves beside it."""
-    for leftover in path.parent.glob(f".{path.name}.*.tmp"):
-        shutil.rmtree(leftover, ignore_errors=True)

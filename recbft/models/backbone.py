@@ -59,7 +59,7 @@ class BackboneConfig:
     recency_decay: bool = True  # a learned decay of attention with the lag
     output_projection: bool = False  # a linear map after the heads are joined
     loss: str = "ce"  # a name of ``losses.LOSSES``
-    num_negatives: int | None = None  # None means 512 for sampled_softmax, 1 for bce, 256 for gbce
+    num_negatives: int | None = None  # None means 512 for sampled_softmax, 256 for gbce, 1 for bce and bpr
     negatives: Negatives | None = None  # of sampled_softmax; None means uniform
     gbce_t: float | None = None  # calibration of gbce in [0, 1]; None means 0.75
     item_vector: ItemVector | None = None  # what it is made of; None means belief with item features, id without

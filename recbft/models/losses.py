@@ -8,6 +8,7 @@ With l_i = x . w_i + b_i the score of item i and y the target of a position,
     bce              (6.6) with beta = 1                                                             (6.5)
     gbce             -(beta log s(l_y) + sum_j log(1 - s(l_j))) / (k + 1),  s the logistic function  (6.6)
                      beta = alpha (t (1 - 1/alpha) + 1/alpha),  alpha = min(1, k / (V - 1))
+    bpr              -(1/k) sum_j log s(l_y - l_j),  j over the negatives                            (6.11)
     smoothed ce      (1 - e) CE(y) + (e / V) sum_i CE(i)  =  CE(y) + e x . (w_y - mean_i w_i)       (10.4)
 
 (6.10) asks what a list without seen items is judged by. What a position has seen are the tokens that it reads and the
@@ -15,12 +16,12 @@ events before them, whether they are read or not.
 
 In (6.4) the m negatives are shared by all positions of a batch and E_j is how often item j is expected among them:
 m / V for ``uniform``, m times the item's share of the training events for ``in_batch`` (negatives drawn from the
-batch's own targets). So the sum in (6.4) has that of (6.3) as its expectation; negatives may repeat. In (6.6) each
-position draws k negatives of its own, uniformly from all items but its target. All draws come from PyTorch's default
-generator.
+batch's own targets). So the sum in (6.4) has that of (6.3) as its expectation; negatives may repeat. In (6.6) and
+(6.11) each position draws k negatives of its own, uniformly from all items but its target. All draws come from
+PyTorch's default generator.
 
 Source: Bengio and Senecal (2008) for (6.4); Kang and McAuley, SASRec (arXiv 1808.09781) for bce; Petrov and Macdonald,
-gSASRec (arXiv 2308.07192) for (6.6).
+gSASRec (arXiv 2308.07192) for (6.6); Rendle et al., BPR (arXiv 1205.2618) for (6.11), as RecBole's models train by it.
 Shapes: N positions, V items, D width, m shared negatives, k negatives per position; B rows, T tokens, P pairs.
 """
 
@@ -104,7 +105,7 @@ class ItemLoss:
         return self.spec.mean(self, *with_bias(states, weight, bias), target, seen, *more)
 
     def own_negatives(self, target: Tensor) -> Tensor:
-        """Negatives of (6.6), (N, k): uniform over all items but the target."""
+        """Negatives of (6.6) and (6.11), (N, k): uniform over all items but the target."""
         drawn = torch.randint(self.num_items - 1, (target.numel(), self.num_negatives), device=target.device)
         drawn += drawn >= target[:, None]  # whatever is not below it moves up by one
         return drawn
@@ -144,6 +145,10 @@ def _gbce(loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor, seen: 
     return binary_cross_entropy(states, weight, target, loss.own_negatives(target), beta=beta)
 
 
+def _bpr(loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor, seen: None) -> Tensor:
+    return pairwise_ranking(states, weight, target, loss.own_negatives(target))
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
     """A loss by name."""
@@ -160,6 +165,7 @@ LOSSES: dict[str, LossSpec] = {
     "sampled_softmax": LossSpec(mean=_sampled_softmax, num_negatives=512, reads=("num_negatives", "negatives")),
     "bce": LossSpec(mean=_bce, num_negatives=1, reads=("num_negatives",)),
     "gbce": LossSpec(mean=_gbce, num_negatives=256, reads=("num_negatives", "gbce_t")),
+    "bpr": LossSpec(mean=_bpr, num_negatives=1, reads=("num_negatives",)),
 }
 
 
@@ -232,6 +238,12 @@ def binary_cross_entropy(
     scores = gathered_scores(states, weight, negatives)
     total = -beta * F.logsigmoid(positive).sum() - F.logsigmoid(-scores).sum()
     return total / (negatives.numel() + target.numel())
+
+
+def pairwise_ranking(states: Tensor, weight: Tensor, target: Tensor, negatives: Tensor) -> Tensor:
+    """Equation (6.11), ``negatives`` (N, k) for each position its own; RecBole's to 1e-10, which it adds to s."""
+    positive = (states * weight[target]).sum(dim=1, keepdim=True)
+    return -F.logsigmoid(positive - gathered_scores(states, weight, negatives)).mean()
 
 
 def gbce_beta(num_negatives: int, num_items: int, t: float) -> float:

@@ -108,7 +108,7 @@ def to_run(model: Adapter, data: Dataset, out: str | Path) -> RunFolder:
         model_state=ours.state_dict(),
         optimizer_state={},
         rng_state={"cpu": torch.get_rng_state()},
-        state=new_state(config, data),
+        state=replace(new_state(config, data), run=run.identity),
         best_model_state=ours.state_dict(),
         apart=False,
     )

@@ -38,7 +38,7 @@ def format_exposure(found: Mapping[str, Mapping[str, float]], targets: float, pr
         rows.append([SETTINGS[setting], measures.get(f"coverage@{k}"), measures.get(f"gini@{k}"), often])
     rows.append(["the targets", "", "", f"{targets:.1f}"])
     table = text_table([f"lists of {k} show", "COVERAGE", "GINI", "POPULARITY"], rows)
-    some = lists_of(protocol["users"], protocol["items"])
+    some = lists_of(protocol.get("users_tested", protocol["users"]), protocol["items"])
     return f"{table}\nlists of {some}, drawn from a fixed seed" if some else table
 
 

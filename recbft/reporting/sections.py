@@ -13,7 +13,7 @@ from recbft.comparing.comparison import Arm, Comparison
 from recbft.config.fields import verbatim
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import lists_of
-from recbft.evaluation.metrics import SETTINGS, config_hash, headline_setting
+from recbft.evaluation.metrics import SETTINGS, config_hash, counted_users, headline_setting
 from recbft.evaluation.paired import compare_seeds, holm
 from recbft.evaluation.strata import QUANTILES
 from recbft.experiments.lists import listed, seeds_text
@@ -132,7 +132,7 @@ def protocol_section(comparison: Comparison, results: Mapping[str, Any]) -> Sect
     p = comparison.protocol
     headline = SETTINGS[headline_setting(p["filter_seen"])]
     words = [
-        f"{p['dataset']}: {p['users']:,} users, {p['items']:,} items, {p['events']:,} events, "
+        f"{p['dataset']}: {counted_users(p)}, {p['items']:,} items, {p['events']:,} events, "
         f"hash of the content {p['content_hash'][:12]}, of the targets {p['target_hash'][:12]}.",
         f"Split: {p['split']}. Ranking: {p['ranking']}; headline {headline}. Ties: {p['ties']}.",
         f"Seeds {seeds_text(comparison.seeds)}, recbft {p['recbft_version']}.",

@@ -139,7 +139,7 @@ def load_items(
             f"{dataset.name} as loaded has content {dataset.content_hash[:12]}, the runs were made on "
             f"{content_hash[:12]}; name the folder of theirs with --data-root"
         )
-    if not np.array_equal(dataset.user_ids.astype(str), np.asarray(users).astype(str)):
+    if not np.array_equal(dataset.user_ids[: dataset.num_tested].astype(str), np.asarray(users).astype(str)):
         return None, f"{dataset.name} as loaded lists other users than the runs"
     return Items(counts=dataset.training_counts[1:], gap=_gap(dataset), ticks_per_second=_ticks_per_second(dataset)), ""
 
@@ -363,7 +363,7 @@ def _where_it_lies(data: Mapping[str, Any], folder: Path | None) -> Mapping[str,
 def _gap(dataset: Dataset) -> IntArray | None:
     if dataset.times is None:
         return None
-    last = dataset.offsets[1:] - 1
+    last = dataset.offsets[1 : dataset.num_tested + 1] - 1
     return dataset.times[last] - dataset.times[last - 1]
 
 

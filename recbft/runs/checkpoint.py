@@ -40,10 +40,11 @@ from torch import Tensor, nn
 from recbft.autograd.on_host import on_host
 from recbft.errors import UserError
 from recbft.system import recbft_version
-from recbft.system.files import plain, read_json, write_atomic
+from recbft.system.files import plain, read_json, remove, write_atomic
 
 STATE_FILE = "state.json"
-FORMAT = 2
+FORMAT = 3
+READABLE = (2, FORMAT)  # 2 does not say of which run it is, nor on what it was trained
 _FILE_NAME = re.compile(r"(epoch|best)-\d{5,}-[0-9a-f]{8}\.safetensors")  # as ``_write_tensors`` makes it
 _NAMES = {
     torch.bool: "BOOL",
@@ -74,6 +75,8 @@ class TrainState:
     best_metric: float | None = None  # of the validation metric that stops the run early
     best_epoch: int | None = None
     bad_epochs: int = 0  # validations since the best one
+    run: str | None = None  # as ``RunFolder.identity`` gives it
+    digits_from: dict[str, Any] = field(default_factory=dict)  # as ``environment.digits_from`` gives it
     recbft_version: str = field(default_factory=recbft_version)
 
 
@@ -317,14 +320,15 @@ def _read_state(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} holds no checkpoint: {STATE_FILE} is missing; train into a new folder") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise _not_a_state(path) from None
-    if content.get("format") != FORMAT:
+    if content.get("format") not in READABLE:
         raise UserError(
-            f"{path} has format {content.get('format')!r}, and this recbft reads format {FORMAT}; use the recbft that "
-            "wrote it"
+            f"{path} has format {content.get('format')!r}, and this recbft reads formats "
+            f"{' and '.join(map(str, READABLE))}; use the recbft that wrote it"
         )
     known = {one.name for one in fields(TrainState)}
     try:
-        is_own = digest == _digest(content) and set(content["state"]) == known
+        is_own = digest == _digest(content) and set(content["state"]) <= known
+        TrainState(**content["state"])
         files = [content["tensors"], *([content["best"]] if content["best"] is not None else [])]
         is_own = is_own and all(
             _FILE_NAME.fullmatch(each["file"]) and each["bytes"] and each["sha256"] for each in files
@@ -360,7 +364,7 @@ def _remove_unnamed(folder: Path, content: Mapping[str, Any]) -> None:
     named = {content["tensors"]["file"], content["best"] and content["best"]["file"]}
     for path in [*folder.glob("*.safetensors"), *folder.glob(".*.tmp")]:
         if path.name not in named:
-            path.unlink(missing_ok=True)
+            remove(path)
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -15,10 +15,11 @@ import pandas as pd
 import pyarrow as pa
 import torch
 
-from recbft.kernels import c_library
+from recbft.kernels import c_library, dispatch
 from recbft.system import recbft_version
 
 ROOT = Path(__file__).resolve().parents[2]
+BUILT_FROM = Path(__file__).with_name("commit.txt")  # which setup.py writes
 
 
 def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -43,8 +44,18 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
         # Both are the process's; they decide digits.
         "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "matmul_precision": matmul_precision(),
-        "kernels": "plain" if c_library.missing() else "c",  # on a CPU
+        "kernels": _kernels_in_c(),  # on a CPU
     }
+
+
+def digits_from(device: torch.device | str = "cpu") -> dict[str, Any]:
+    """What else than its configuration and data decides the last digits of a run."""
+    kind = torch.device(device).type
+    made = {"torch": torch.__version__, "matmul_precision": matmul_precision()}
+    if kind == "cpu":
+        return {"device": cpu_model(), "threads": torch.get_num_threads(), "kernels": _kernels_in_c(), **made}
+    triton = "plain" if dispatch.missing("triton") else "triton"
+    return {"device": torch.cuda.get_device_name(device), "kernels": triton, **made}
 
 
 def matmul_precision() -> str:
@@ -71,7 +82,9 @@ def cpu_model() -> str:
 
 
 def commit() -> str:
-    """The commit of the source, marked where tracked files differ from it; "unknown" for an installed package."""
+    """The commit of the source, or of what an installed package was built from; marked where tracked files differed."""
+    if BUILT_FROM.is_file():
+        return BUILT_FROM.read_text().strip()
     try:
         # An installed package may lie inside a repository of its user's, whose commit says nothing about it.
         if Path(_output("git", "rev-parse", "--show-toplevel")).resolve() != ROOT:
@@ -85,6 +98,10 @@ def commit() -> str:
 def cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _kernels_in_c() -> str:
+    return "plain" if c_library.missing() else "c"
 
 
 def _output(*command: str) -> str:

@@ -33,11 +33,20 @@ import pyarrow as pa
 
 from recbft.config.yaml_text import read_yaml
 from recbft.errors import UserError
-from recbft.evaluation.metrics import headline_setting
+from recbft.evaluation.metrics import config_hash, headline_setting
 from recbft.evaluation.probability import Calibration
 from recbft.runs import checkpoint
 from recbft.runs.locks import locked
-from recbft.system.files import json_text, new_folder, read_json, write_atomic, write_json, write_parquet
+from recbft.system.files import (
+    json_text,
+    new_folder,
+    read_json,
+    remove,
+    user_path,
+    write_atomic,
+    write_json,
+    write_parquet,
+)
 from recbft.system.torchrun import Process
 
 _ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{8}\.old")  # a run that is being replaced
@@ -80,7 +89,7 @@ class RunFolder:
             UserError: the folder is taken; the message says by what.
             RunError: the disk is full; what was there before is there still.
         """
-        run = cls(Path(path))
+        run = cls(user_path(path))
         cls.refuse_taken(path, overwrite=overwrite)
         place = run.path.resolve() if run.path.is_symlink() else run.path  # the link stays, and what it leads to is new
         with contextlib.ExitStack() as replacing, new_folder(place) as made:
@@ -97,7 +106,7 @@ class RunFolder:
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
         """The run in an existing folder."""
-        path = Path(path)
+        path = user_path(path)
         if not path.is_dir():
             settle(Path(os.path.realpath(path)).parent)
         if not path.is_dir():
@@ -119,7 +128,7 @@ class RunFolder:
         Raises:
             UserError: something stands here already; where another process trains it, the message says so.
         """
-        path = Path(path)
+        path = user_path(path)
         settle(Path(os.path.realpath(path)).parent)
         if not os.path.lexists(path):
             return
@@ -180,6 +189,15 @@ class RunFolder:
         return _read_json(self.protocol_file)
 
     @property
+    def identity(self) -> str:
+        """What its files have in common and those of another run have not: SHA-256 of the protocol.
+
+        Where the data lay and what they were called is no part of it.
+        """
+        protocol = self.protocol
+        return config_hash({**protocol, "dataset": None, "config": {**protocol.get("config", {}), "data": None}})
+
+    @property
     def environment(self) -> dict[str, Any]:
         """The content of ``environment.json``; UserError if it cannot be read."""
         return _read_json(self.environment_file)
@@ -189,7 +207,14 @@ class RunFolder:
         """The content of ``metrics.json``; UserError if the run is not finished or the file cannot be read."""
         if not self.is_finished:
             raise UserError(f"{self.path} is not finished; go on with `{self.resume_command}`")
-        return _read_json(self.metrics_file)
+        metrics = _read_json(self.metrics_file)
+        run = metrics.pop("run", None)  # None: of a version that did not say it
+        if run is not None and run != self.identity:
+            raise UserError(
+                f"{self.metrics_file} is of another run than {self.protocol_file.name}; put its own file back, or "
+                "train again into a new folder"
+            )
+        return metrics
 
     def calibration(self, *, filter_seen: bool) -> Calibration | None:
         """What makes probabilities of the model's scores; None of a run that has none, or not yet."""
@@ -208,14 +233,21 @@ class RunFolder:
         return locked(self.config_file, alone=alone)
 
     def remove_leftovers(self) -> None:
-        """Remove the hidden files that a killed process left half-written."""
+        """Remove what a killed process left half-written."""
         for path in self.path.glob(".*.tmp"):
-            path.unlink()
+            remove(path)
+
+    def record_change(self, epoch: int, changed: Mapping[str, Any]) -> None:
+        """Write into ``environment.json``, if it can be read, what was one thing up to an epoch and then another."""
+        with contextlib.suppress(UserError):
+            made = self.environment
+            earlier = [one for one in made.get("changed", []) if one["after_epoch"] < epoch]
+            write_json(self.environment_file, {**made, "changed": [*earlier, {"after_epoch": epoch, **changed}]})
 
     def finish(self, metrics: Mapping[str, Any], per_user: pd.DataFrame | pa.Table) -> None:
         """Write the ranks, then the metrics, whose file marks the run as finished."""
         write_parquet(self.per_user_file, per_user)
-        write_json(self.metrics_file, metrics)
+        write_json(self.metrics_file, {**metrics, "run": self.identity})
 
     def write_history(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Rewrite ``history.csv``: one row per epoch, columns in the order in which rows bring them."""

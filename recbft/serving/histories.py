@@ -17,9 +17,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from recbft.datasets.columns import check_columns, flat, from_pandas
-from recbft.datasets.events import USUAL_TIME, check_unit, in_unit, read_times, time_columns, warn_if_out_of_order
-from recbft.datasets.loading import CardFile, read_events
-from recbft.datasets.prepare import Preparation, satisfying
+from recbft.datasets.events import USUAL_TIME, check_unit, in_unit, read_times
+from recbft.datasets.loading import CardFile, by_session, read_events
+from recbft.datasets.prepare import Preparation, kept_rows
+from recbft.datasets.row_order import time_columns, warn_if_out_of_order
 from recbft.datasets.vocabulary import Vocabulary, shown_id
 from recbft.errors import ColdStartError, UserError
 
@@ -50,6 +51,7 @@ def histories_from_file(
     user: str | None = None,
     item: str | None = None,
     time: str | None = None,
+    session: str | None = None,
     separator: str | None = None,
     columns: Sequence[str] | None = None,
     where: str | None = None,
@@ -61,6 +63,7 @@ def histories_from_file(
         path: any form that ``recbft.datasets.read_table`` knows.
         user, item: the columns with raw ids; default ``user_id`` and ``item_id``.
         time: the column that orders a user's events (a stable sort); without it the row order is the order.
+        session: as in ``Dataset.from_frame``.
         separator, columns: for delimited files, as in ``recbft.datasets.read_table``.
         where, deduplicate: as in ``Preparation``.
 
@@ -70,10 +73,12 @@ def histories_from_file(
         ``deduplicate``.
     """
     chosen = Preparation(where=where, deduplicate=deduplicate)
-    how = CardFile(time=time, separator=separator, columns=columns, preparation=chosen)
-    events = read_events(Path(path), replace(how, user=user or how.user, item=item or how.item))
+    usual = CardFile(time=time, separator=separator, columns=columns, preparation=chosen)
+    who = by_session({"user": user, "session": session})
+    how = replace(usual, user=who["user"] or usual.user, session=who["session"], item=item or usual.item)
+    events = read_events(Path(path), how)
     frame: pd.DataFrame = pd.DataFrame({"user_id": events.user.to_pandas(), "item_id": events.item.to_pandas()})
-    rows = np.flatnonzero(satisfying(events, chosen))
+    rows = np.flatnonzero(kept_rows(events, chosen))
     if events.time is not None:
         times = events.time if events.time_unit is None else events.time.astype(f"datetime64[{events.time_unit}]")
         frame = frame.assign(timestamp=times)

@@ -127,11 +127,15 @@ def own_config(run: RunFolder, *, to_train: bool = False) -> RunConfig:
 
 
 def check_checkpoint(run: RunFolder, state: TrainState) -> None:
-    """Refuse a checkpoint that was saved under another configuration than the run was begun with."""
-    if state.config_hash != config_hash(run.protocol.get("config", {})):
+    """Refuse a checkpoint that was saved under another protocol than the run has: its configuration, data or seed."""
+    protocol = run.protocol
+    is_own = state.run in (None, run.identity)  # None: of a version that did not say it
+    of_config = state.config_hash == config_hash(protocol.get("config", {}))
+    if not (is_own and of_config and state.content_hash == protocol.get("content_hash")):
         raise UserError(
-            f"{run.checkpoint} is of another run (seed {state.seed}) than {run.protocol_file}; put its own checkpoint "
-            "back, or train again into a new folder"
+            f"{run.checkpoint} is of another run (seed {state.seed}, data set {state.dataset!r} with content "
+            f"{state.content_hash[:12]}) than {run.protocol_file}; put the run's own files back, or train again into a "
+            "new folder"
         )
 
 

@@ -22,6 +22,7 @@ from recbft.models.contract import TrainableModel
 from recbft.runs import checkpoint
 from recbft.runs.environment import environment
 from recbft.runs.folder import RunFolder
+from recbft.system.files import user_path
 from recbft.training.build import loaded, make_parts, new_state, run_protocol
 from recbft.training.bundle import check_checkpoint, own_config, refuse_other_data, refuse_other_features
 from recbft.training.optimiser import idle_settings
@@ -65,7 +66,7 @@ def train(
     """
     team = join_team(config.training)
     team.first_does(lambda: RunFolder.refuse_taken(out, overwrite=overwrite))
-    if (older := config.training.warm_start) is not None and Path(older).resolve() == Path(out).resolve():
+    if (older := config.training.warm_start) is not None and user_path(older).resolve() == user_path(out).resolve():
         raise UserError(f"{out} is the run whose weights this one begins from; give it a folder of its own")
     check_tensorboard(config.training)
     data, dataset = loaded(config.data, dataset)

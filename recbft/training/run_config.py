@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from recbft.config.fields import Verbatim, check_choice, check_range, convert, field_types, from_dict, to_dict
+from recbft.config.recbole_yaml import MODELS as RECBOLE_MODELS
 from recbft.config.recbole_yaml import from_recbole, is_recbole, lacking, written
 from recbft.config.yaml_text import parse_setting, place, read_yaml, to_yaml
 from recbft.datasets.config import DataConfig
@@ -36,6 +37,7 @@ DEFAULT_ARM = "bft"  # where the model has it, else the model's first arm
 
 _TOP = ("model", "arm", "seed", "mixer")
 _PLACES = ("dataset", "data_root")  # names of files and folders, which may be called anything
+_SECTIONS = ("data", "backbone", "mixing", "moe", "core", "training", "controllers", "evaluation")
 _UNTRAINED = ("threads", "device", "deterministic")  # of ``training``: what evaluation heeds too
 
 
@@ -43,7 +45,7 @@ _UNTRAINED = ("threads", "device", "deterministic")  # of ``training``: what eva
 class TrainingConfig:
     """Adam on the loss of the backbone, stopped early when a validation metric no longer improves."""
 
-    epochs: int = 200  # at most
+    epochs: int = 200  # at most; 0 evaluates the weights that training would begin with
     samples: SampleKind = "last"  # read in an epoch: the last max_length events, windows of all events, or each prefix
     batch_size: int = 256  # samples per step: histories, windows or prefixes
     batch_targets: int | None = None  # in place of batch_size: as many samples as hold about so many targets
@@ -66,14 +68,14 @@ class TrainingConfig:
     tensorboard: bool = False  # write history.csv as TensorBoard events too
 
     def __post_init__(self) -> None:
-        for key in ("epochs", "batch_size", "batch_targets", "patience", "eval_every"):
+        for key in ("batch_size", "batch_targets", "patience", "eval_every"):
             check_range(key, getattr(self, key), at_least=1)
-        for key in ("learning_rate", "precision_lr_multiplier", "clip_norm"):
+        for key in ("precision_lr_multiplier", "clip_norm"):
             check_range(key, getattr(self, key), above=0)
-        check_range("weight_decay", self.weight_decay, at_least=0)
+        for key in ("epochs", "learning_rate", "weight_decay", "warmup_steps"):
+            check_range(key, getattr(self, key), at_least=0)
         if self.optimizer == "adamw" and not self.weight_decay:
             raise UserError("optimizer adamw has no effect with weight_decay 0; leave it out, or set weight_decay")
-        check_range("warmup_steps", self.warmup_steps, at_least=0)
         check_range("threads", self.threads, at_least=1, at_most=1024)
         if not re.fullmatch(METRIC, self.valid_metric):
             raise UserError(
@@ -171,18 +173,28 @@ class RunConfig:
         return to_yaml(to_dict(self))
 
 
-def load_run_config(file: Path | str | None = None, settings: Iterable[str] = (), **named: Any) -> RunConfig:
+def load_run_config(
+    file: Path | str | Sequence[Path | str] | None = None, settings: Iterable[str] = (), **named: Any
+) -> RunConfig:
     """The run that a YAML file, ``key=value`` settings and named values describe, later ones first.
 
     Args:
-        file: nested (sections) or flat, or a RecBole config; None starts from the defaults.
+        file: nested (sections) or flat, or a RecBole config, or several of which later ones win; None starts from the
+            defaults.
         settings: texts such as ``"epochs=50"`` or ``"core.lam_max=10"``.
         named: any key by its bare name, or a section as a mapping; None means not given.
 
     Raises:
         UserError: a key is unknown, a value wrong, or a setting would have no effect in this model and arm.
     """
-    return run_config_of({} if file is None else read_yaml(file), file, settings, named)
+    files = [file] if isinstance(file, (str, Path)) else list(file or ())
+    content: dict[str, Any] = {}
+    for each in files:
+        for key, value in read_yaml(each).items():
+            earlier = content.get(key) if key in _SECTIONS else None
+            both = isinstance(earlier, Mapping) and isinstance(value, Mapping)
+            content[key] = {**earlier, **value} if both else value  # type: ignore[dict-item]
+    return run_config_of(content, " and ".join(map(str, files)) or None, settings, named)
 
 
 def run_config_of(
@@ -197,7 +209,11 @@ def run_config_of(
     layers.append(("", {key: value for key, value in named.items() if value is not None}))
     words: Mapping[str, str] = {}
     if file is not None:
-        above = {key: layer[key] for _, layer in layers for key in ("model", "dataset") if key in layer}
+        asked = ("model", "dataset", "arm", "feed_forward", "backbone.feed_forward")
+        above = {key.rpartition(".")[2]: layer[key] for _, layer in layers for key in asked if key in layer}
+        if above.get("model") in RECBOLE_MODELS and not any(isinstance(content.get(key), Mapping) for key in _SECTIONS):
+            content = {**content, "model": above.pop("model")}  # as RecBole's, whichever the file names
+            layers = [(source, {key: v for key, v in layer.items() if key != "model"}) for source, layer in layers]
         read, found, words = _translated(file, content, above)
         layers = [(source, {**layer, "dataset": found} if "dataset" in layer else layer) for source, layer in layers]
         layers.insert(0, (f"{file}: ", read))
@@ -329,8 +345,8 @@ def _translated(
     """The keys of a file in our words; of a RecBole config a warning names what has no meaning here.
 
     Args:
-        above: the model to be run and the data set, where they are not the file's: RecBole has a batch size and the
-            like for any model, and says where data sets lie.
+        above: the model to be run, its arm and the data set, where they are not the file's: RecBole has a batch size
+            and the like for any model, and says where data sets lie.
 
     Returns:
         The keys; the data set in ``above``, as given or where a RecBole config has it; what such a config calls our
@@ -344,7 +360,12 @@ def _translated(
         translated, ignored = from_recbole(tree, ours, above)
     model = above.get("model", translated.get("model", DEFAULT_MODEL))
     if isinstance(model, str) and model in MODELS:
-        absent, words = lacking(tree, field_types(MODELS[model].config))
+        absent, words = lacking(tree, _heard(model, {**translated, **above}))
+        if "hidden_act" in words and "activation" not in field_types(MODELS[model].config) and MODELS[model].trainable:
+            raise UserError(
+                f"{file}: hidden_act is {tree['hidden_act']!r}, but the activation of model {model!r} is gelu; write "
+                "hidden_act: gelu"
+            )
         ignored += [f"{key} ({model!r} has none)" for key in words]
         translated = {key: value for key, value in translated.items() if key not in absent}
     if isinstance(model, str) and model in MODELS and not MODELS[model].trainable:
@@ -355,6 +376,17 @@ def _translated(
         warnings.warn(f"{file}: without meaning in recbft and ignored: {', '.join(ignored)}", stacklevel=4)
     found = Verbatim(translated["dataset"]) if above.get("dataset") is not None else None
     return translated, found, written(tree)
+
+
+def _heard(model: str, given: Mapping[str, Any]) -> set[str]:
+    """The settings of a backbone that have an effect; ``given`` may say its arm, and whether it has a network."""
+    spec = MODELS[model]
+    arm = given.get("arm", DEFAULT_ARM)
+    preset = spec.arms.get(arm, {}) if isinstance(arm, str) else {}
+    heard = set(field_types(spec.config))
+    return (
+        heard if given.get("feed_forward", preset.get("feed_forward", True)) else heard - {"inner_size", "activation"}
+    )
 
 
 def _assemble(model: str, mixer: str | None, tree: Mapping[str, Any]) -> RunConfig:

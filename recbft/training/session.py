@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from recbft.models.backbone import Backbone
 from recbft.models.contract import TrainableModel
 from recbft.runs import checkpoint
 from recbft.runs.checkpoint import Loaded, TrainState
+from recbft.runs.environment import digits_from
 from recbft.runs.folder import RunFolder
 from recbft.system.torchrun import Process
 from recbft.training.build import Parts
@@ -53,6 +56,7 @@ class Session:
         if config.training.tensorboard and team.leads:
             self.progress = TensorBoard(run.path / "tensorboard", progress)
         self.rows: list[Row] = []
+        self.state.run, self.state.digits_from = run.identity, digits_from(device)
         self.is_saved = False  # whether there is a state to go on from
         # Of several processes, each of which tells what is saved, the others wait for the first to write it.
         self.background = Background(in_thread=writes_in_background(device) and not team.several)
@@ -71,6 +75,7 @@ class Session:
                     return None
                 loaded = checkpoint.load(self.run.checkpoint)
                 checkpoint.tidy(self.run.checkpoint)
+                self._tell_of_other_digits(loaded.state)
                 return loaded
 
             loaded = self.team.first_does(take)
@@ -81,9 +86,25 @@ class Session:
             finally:
                 self.background.wait()
 
+    def _tell_of_other_digits(self, saved: TrainState) -> None:
+        """Warn, and write down, where the run goes on with what rounds otherwise than before."""
+        before, now = saved.digits_from, self.state.digits_from
+        changed = {key: [before[key], now[key]] for key in before if key in now and before[key] != now[key]}
+        if changed:
+            self.run.record_change(saved.epoch, changed)
+            said = ", ".join(f"{key} {after} (so far {was})" for key, (was, after) in changed.items())
+            warnings.warn(
+                f"{self.run.path} goes on with {said}: its last digits will differ from those of a run that was not "
+                f"stopped; {self.run.environment_file.name} says so",
+                stacklevel=2,
+            )
+
     def _restore(self, loaded: Loaded) -> None:
         checkpoint.take_up(self.model, loaded.model_state, folder=self.run.checkpoint)
-        self.state, self.is_saved = loaded.state, True
+        self.state, self.is_saved = (
+            replace(loaded.state, run=self.state.run, digits_from=self.state.digits_from),
+            True,
+        )
         if self.optimizer is not None:
             self.optimizer.load_state_dict(loaded.optimizer_state)
         self.controllers.load_state_dict(loaded.controllers_state)
@@ -150,7 +171,7 @@ class Session:
             return
         if self.config.training.warm_start is not None:
             self.progress.note(f"begins from {begun_from(self.run.protocol)}")
-        self._save(best=None)
+        self._save(best=None if self.config.training.epochs else self.model.state_dict())
         self.background.wait()
 
     def validate(self) -> dict[str, float]:

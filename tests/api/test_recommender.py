@@ -588,3 +588,18 @@ def test_a_recommender_is_fitted_again_from_its_own_weights_or_from_scratch(fitt
     assert "begun_from" not in afresh.run.protocol
     pd.testing.assert_frame_equal(afresh.recommend(histories), older.recommend(histories))
     assert warm.probe(dataset, samples=5)["protocol"]["begun_from"] == warm.run.protocol["begun_from"]
+
+
+def test_a_path_from_home_leads_there_wherever_it_comes_in(tmp_path, monkeypatch, dataset):
+    home = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    home.mkdir()
+    (home / "c.yaml").write_text("model: pop\n")
+    dataset.save("~/d.parquet")
+    read = Dataset.load("~/d.parquet")
+    recommender = Recommender(config="~/c.yaml").fit(read, out="~/runs/one")
+    recommender.save("~/kept")
+    assert Recommender.load("~/kept").run.path == home / "kept"
+    assert sorted(path.name for path in home.iterdir()) == ["c.yaml", "d.parquet", "kept", "runs"]
+    assert [path.name for path in tmp_path.iterdir()] == ["home"], "and no folder is called ~"

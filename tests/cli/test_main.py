@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 
@@ -267,3 +268,31 @@ def test_models_prints_settings_with_which_every_mixer_can_be_built(capsys, tmp_
         _, out, _ = run(capsys, "models", "sasrec", "--mixer", mixer)
         (tmp_path / "run.yaml").write_text(out)
         load_run_config(tmp_path / "run.yaml").build(torch.ones(6, dtype=torch.int64))
+
+
+def test_a_path_from_home_leads_there_behind_an_equals_sign_too(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "log.csv").write_text("user_id~item_id\n" + "".join(f"u~i{n}\n" for n in range(4)))
+    words = ["data", "prepare", "~/log.csv", "--separator", "~"]
+    for out in (["--out=~/a.parquet"], ["--out", "~/b.parquet"]):
+        code, _, err = run(capsys, *words, *out)
+        assert code == 0, err
+    assert sorted(path.name for path in (tmp_path / "home").iterdir()) == ["a.parquet", "b.parquet", "log.csv"]
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+def test_the_command_that_data_look_prints_trains(tmp_path, capsys):
+    rows = [f"{n % 5};c{n % 3};2024-01-{1 + n % 28:02} 10:00;{n % 7}\n" for n in range(60)]
+    (tmp_path / "my log.csv").write_text("Quantity;Customer ID;InvoiceDate;StockCode\n" + "".join(rows))
+    code, out, err = run(capsys, "data", "look", tmp_path / "my log.csv")
+    assert code == 0 and "semicolon between the fields" in out and out.count(" 10:00\n") == 0, err
+    assert "2024-01-01 10:00:00  2024-01-28 10:00:00" in out
+    command = shlex.split(out.splitlines()[-1].removeprefix("train on it with: "))
+    assert command[:2] == ["recbft", "train"]
+    code, out, err = run(capsys, *command[1:], "-m", "pop", "--out", tmp_path / "runs")
+    assert code == 0 and "3 users, 7 items, 60 events" in out, err
+    (tmp_path / "short.csv").write_text("user_id,item_id\n1,2\n2,3\n")
+    code, out, err = run(capsys, "data", "look", tmp_path / "short.csv")
+    assert code == 2 and "no user has 3 events" in err and "what was guessed: recbft train -d" in err

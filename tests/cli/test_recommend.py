@@ -313,3 +313,34 @@ def test_histories_are_filtered_as_the_run_s_own_data_were(capsys, events, tmp_p
     assert len(liked) > len(once) and nothing == ""
     assert lists("liked.csv") == (plain, repeated)
     assert lists("rated.csv") == (plain, filtered + repeated)
+
+
+def test_candidates_may_stand_in_a_parquet_file(capsys, finished, events, histories, tmp_path):
+    known = pd.read_parquet(events)["item_id"].unique()[:6].tolist()
+    words = ["recommend", finished, "--histories", histories, "--out", tmp_path / "recs.csv", "--keep-seen"]
+    for table in ({"item_id": known, "price": 1.0}, {"sold": known}):
+        pd.DataFrame(table).to_parquet(tmp_path / "only.parquet")
+        code, _, err = run(capsys, *words, "--candidates", tmp_path / "only.parquet")
+        assert code == 0, err
+        assert set(pd.read_csv(tmp_path / "recs.csv")["item"].map(str)) == set(map(str, known))
+    pd.DataFrame({"a": known, "b": known}).to_parquet(tmp_path / "only.parquet")
+    code, _, err = run(capsys, *words, "--candidates", tmp_path / "only.parquet")
+    assert code == 2 and "only.parquet: no column 'item_id'; " in err
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_run_of_sessions_reads_histories_by_their_sessions(capsys, tmp_path, beside):
+    rows = [("ann" if s % 2 else "bob", f"s{s}", f"i{(s * 3 + n) % 7}") for s in range(9) for n in range(4)]
+    frame = pd.DataFrame(rows, columns=["user_id", "visit", "item_id"])
+    frame.to_csv(tmp_path / "log.csv", index=False)
+    settings = ["--set", "session=visit", *(["--set", "user=user_id"] if beside else [])]
+    words = ["train", "-m", "pop", "-d", tmp_path / "log.csv", "--out", tmp_path, "--name", "run", *settings]
+    assert run(capsys, *words)[0] == 0
+    words = ["recommend", tmp_path / "run", "-k", "1", "--keep-seen", "--histories"]
+    code, out, err = run(capsys, *words, tmp_path / "log.csv")
+    assert code == 0, err
+    users = [line.split(",")[0] for line in out.splitlines()[1:]]
+    assert users == [f"{'ann/' if s % 2 else 'bob/'}s{s}" if beside else f"s{s}" for s in range(9)]
+    frame.drop(columns="visit").to_csv(tmp_path / "users.csv", index=False)
+    code, out, err = run(capsys, *words, tmp_path / "users.csv")
+    assert code == 0 and [line.split(",")[0] for line in out.splitlines()[1:]] == ["bob", "ann"], err

@@ -36,12 +36,13 @@ def test_training_prints_the_table_the_protocol_and_the_folder(capsys, events, t
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
-@pytest.mark.parametrize(
-    "command", [["train"], ["compare", "--out", "x"], ["tune", "--out", "x", "--space", "epochs=1,2"]]
-)
-def test_a_second_config_is_refused_and_not_read_alone(capsys, command):
-    code, _, err = run(capsys, *command, "--config", "a.yaml", "--config", "b.yaml")
-    assert (code, err) == (2, "error: --config is given 2 times; put what a.yaml and b.yaml say into one file\n")
+def test_of_several_config_files_all_are_read(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text("epochs: nine\n")
+    Path("b.yaml").write_text("stopping_step: 3\n")
+    for command in (["train"], ["compare", "--out", "x"], ["tune", "--out", "x", "--space", "epochs=1,2"]):
+        code, _, err = run(capsys, *command, "-m", "SASRec", "--config", "a.yaml", "--config", "b.yaml")
+        assert code == 2 and err.endswith("a.yaml and b.yaml: epochs is 'nine'; give a whole number\n")
 
 
 def test_evaluate_repeats_the_numbers_of_the_run(capsys, finished):
@@ -224,3 +225,16 @@ def test_a_run_does_not_begin_from_half_of_an_older_one_s_settings(capsys, finis
     (older / "config.yaml").write_text(text[: text.index("\ncore:")])
     code, _, err = run(capsys, "train", "--warm-start", older)
     assert code == 2 and "config.yaml lacks core, with which the run was begun, and may be cut off" in err
+
+
+def test_train_says_who_is_left_out_and_trains_on_short_histories_where_asked(tmp_path, capsys):
+    rows = [f"u{user},i{(user * 3 + n) % 7}\n" for user in range(12) for n in range(2 if user < 4 else 5)]
+    (tmp_path / "log.csv").write_text("user_id,item_id\n" + "".join(rows))
+    words = ["train", "-m", "pop", "-d", tmp_path / "log.csv", "--out", tmp_path, "--name"]
+    code, _, err = run(capsys, *words, "usual")
+    assert code == 0 and "left out: 4 of 12 users, who have under 3 events; min_history=2 trains on those" in err
+    code, out, err = run(capsys, *words, "all", "--set", "min_history=2")
+    assert code == 0 and "trained on and not tested: 4 users of 2 events" in err and "12 users (8 tested)" in out
+    assert "left out" not in run(capsys, *words, "quiet", "-q")[2]
+    _, shown, _ = run(capsys, "data", "show", tmp_path / "log.csv", "--min-history", "2")
+    assert "12, 8 of them tested" in shown

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import shutil
@@ -120,6 +122,33 @@ def test_ctrl_c_between_trials_loses_none_and_the_same_command_goes_on(capsys, m
     assert run(capsys, *command)[0] == 0
     assert began[2] == began[1] and len(began) == 4
     assert [trial.state.name for trial in trials_of(tmp_path)] == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
+
+
+def test_a_search_that_was_stopped_again_and_again_tries_the_points_of_one_that_was_not(
+    capsys, monkeypatch, events, tmp_path
+):
+    def found(folder):
+        trials = [trial for trial in trials_of(folder) if trial.state.name == "COMPLETE"]
+        return [trial.params for trial in trials], [trial.value for trial in trials]
+
+    def worth(trial):
+        stops.append(trial.number)
+        if killed and len(stops) % 3 == 0:
+            raise SystemExit
+        return -abs(trial.params["dropout"] - 0.3)
+
+    stops, killed = [], False
+    untrained(monkeypatch, worth)
+    early = functools.partial(optuna.samplers.TPESampler, n_startup_trials=2)  # draws by what was found from then on
+    monkeypatch.setattr(optuna.samplers, "TPESampler", early)
+    space = ["--space", "dropout=0.0..0.9", "--space", "n_layers=1..3", "--seeds", "0", "--trials", "5"]
+    for folder in ("whole", "killed"):
+        stops, killed = [], folder == "killed"
+        codes = []
+        while 0 not in codes:
+            with contextlib.suppress(SystemExit):
+                codes.append(run(capsys, "tune", "-d", events, *SETTINGS, *space, "--out", tmp_path / folder)[0])
+    assert len(stops) == 7 and found(tmp_path / "killed") == found(tmp_path / "whole")
 
 
 @pytest.mark.slow

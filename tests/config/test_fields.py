@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recbft.config.fields import Verbatim, check_range, from_dict, to_dict, verbatim
+from recbft.config.fields import Verbatim, check_range, convert, from_dict, to_dict, verbatim
 from recbft.errors import UserError
 
 
@@ -50,7 +50,7 @@ def test_a_config_and_its_mapping_turn_into_each_other():
 
 @given(
     width=st.integers(1 - 2**63, 2**63 - 1),
-    scale=st.floats(allow_nan=False, allow_infinity=False),
+    scale=st.floats(-3.4e38, 3.4e38),
     clip=st.none() | st.floats(0, 1e6),
     ks=st.lists(st.integers(1 - 2**63, 2**63 - 1), max_size=4),
     rate=st.floats(0, 0.2),
@@ -159,3 +159,11 @@ def test_a_range_says_which_kind_of_number_it_wants_and_lets_none_pass():
     with pytest.raises(UserError, match="width is 'wide'; give a number >= 1"):
         check_range("width", "wide", at_least=1)  # type: ignore[arg-type]
     check_range("clip", None, above=0)
+
+
+@pytest.mark.parametrize("value", [1e308, -3.5e38, "1e39", 10**39, 10**4000])
+def test_a_number_that_single_precision_does_not_hold_is_refused_at_once(value):
+    said = r"core\.lam_max is (-?[\d.]+e\+\d+|about 2\^\d+); give a number within \+-3\.4e\+38"
+    with pytest.raises(UserError, match=said):
+        convert(value, float, "core.lam_max")
+    assert convert(3.3e38, float | None, "x") == 3.3e38

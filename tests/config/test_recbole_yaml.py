@@ -56,8 +56,21 @@ def read(tmp_path):
         ("eval_args: {split: {LS: valid_and_test}, order: TO, mode: {valid: full, test: full}}", "data", "where", None),
         ("item_inter_num_interval: '[1e1,Inf)'", "data", "min_item_events", 10),
         ("val_interval: {timestamp: '[9.8e8,+1E9)'}", "data", "where", "timestamp>=9.8e8 and timestamp<1e9"),
+        ("eval_step: 1\nwhere: event in (buy, cart)", "data", "where", "event in (buy, cart)"),
+        ("eval_step: 1\nwhere: timestamp >= 2024-01-01", "data", "where", "timestamp >= 2024-01-01"),
         ("val_interval: {rating: [4, 5]}", "data", "where", "rating>=4 and rating<=5"),
         ("val_interval: {rating: '[4,inf)', year: '(-inf,2000)'}", "data", "where", "rating>=4 and year<2000"),
+        ("loss_type: BPR", "backbone", "loss", "bpr"),
+        ("loss_type: BPR", "backbone", "num_negatives", None),
+        (
+            "loss_type: BPR\ntrain_neg_sample_args: {distribution: uniform, sample_num: 3}",
+            "backbone",
+            "num_negatives",
+            3,
+        ),
+        ("loss_type: BPR\nneg_sampling: {uniform: 2}", "backbone", "num_negatives", 2),
+        ("model: SASRec\nlayer: post_norm", "backbone", "output_projection", True),  # RecBole's own SASRec
+        ("model: SASRec\nlayer: post_norm\noutput_projection: False", "backbone", "output_projection", False),
         ("model: BERT4Rec\nmask_ratio: 0.3", "backbone", "mask_probability", 0.3),
         ("model: BERT4Rec\nft_ratio: 0.25", "backbone", "last_item_probability", 0.25),
     ],
@@ -129,12 +142,51 @@ def test_recboles_own_file_for_bert4rec_is_read_as_it_is(read):
 def test_words_of_recbole_for_what_the_model_has_not_are_named(read):
     with pytest.warns(UserWarning, match=r"ignored: mask_ratio \('sasrec' has none\), ft_ratio \('sasrec' has none\)$"):
         assert read(f"model: SASRec\n{BERT4REC}").backbone.activation == "gelu"
-    with pytest.warns(UserWarning, match=r"ignored: hidden_act \('bert4rec' has none\)$"):
-        read("hidden_act: relu", model="bert4rec")
     with pytest.warns(UserWarning, match=r"n_layers \('pop' has none\)"):
         assert read(BERT4REC, model="pop").model == "pop"
     with pytest.raises(UserError, match="key 'activation' has no effect with model 'bert4rec'"):
         read(f"model: BERT4Rec\nactivation: gelu\n{BERT4REC}")
+
+
+def test_one_file_serves_all_models(read):
+    text = "hidden_size: 32\ninner_size: 64\nhidden_act: gelu\nhidden_dropout_prob: 0.2\nattn_dropout_prob: 0.2\n"
+    said = r"ignored: attn_dropout_prob \('hstu' has none\), inner_size \('hstu' has none\)$"
+    with pytest.warns(UserWarning, match=said):
+        config = read(text, model="HSTU")
+    assert (config.model, config.arm, config.backbone.feed_forward) == ("hstu", "published", False)
+    with pytest.warns(UserWarning, match=r"ignored: attn_dropout_prob \('hstu' has none\)$"):
+        assert read(text, model="HSTUBFT").backbone.inner_size == 64
+    with pytest.warns(UserWarning, match=r"ignored: attn_dropout_prob \('hstu' has none\)$"):
+        assert read(text, ["feed_forward=true"], model="HSTU", arm="published").backbone.inner_size == 64
+    for name in ("SASRec", "BERT4Rec"):
+        assert read(text, model=name).backbone.inner_size == 64
+    with pytest.warns(UserWarning, match=r"loss_type \('pop' has none\)"):
+        assert read("loss_type: BPR\ntrain_neg_sample_args: {sample_num: 2}", model="Pop").model == "pop"
+
+
+def test_recboles_names_are_taken_beside_its_config(read):
+    for text in ("model: GRU4Rec\nstopping_step: 3\n", "model: BERT4Rec\n", "learning_rate: 0.01\n"):
+        for given in ({"model": "SASRec"}, {"settings": ["model=SASRec"]}):
+            config = read(text, **given)
+            assert (config.model, config.arm, config.training.samples) == ("sasrec", "published", "prefixes")
+    assert read("stopping_step: 3\n", model="SASRec", arm="bft").arm == "bft"
+    assert read("stopping_step: 3\n", model="SASRecBFT").arm == "bft"
+    with pytest.raises(UserError, match="model is 'SASRec'; did you mean 'sasrec'"):
+        read("training: {epochs: 3}\n", model="SASRec")  # a config of recbft
+
+
+def test_of_several_files_later_ones_win_as_in_recbole(tmp_path):
+    for name, text in (
+        ("data.yaml", "MAX_ITEM_LIST_LENGTH: 30\nlearning_rate: 0.1\ntopk: [10]\n"),
+        ("model.yaml", "model: SASRec\nlearning_rate: 0.01\n"),
+    ):
+        (tmp_path / name).write_text(text)
+    config = load_run_config([tmp_path / "data.yaml", tmp_path / "model.yaml"], ["epochs=3"])
+    assert (config.model, config.backbone.max_length, config.evaluation.ks) == ("sasrec", 30, (10,))
+    assert (config.training.learning_rate, config.training.epochs) == (0.01, 3)
+    (tmp_path / "model.yaml").write_text("model: SASRec\nlearning_rate: none\n")
+    with pytest.raises(UserError, match=r"data\.yaml and .*model\.yaml: learning_rate is 'none'; give a number"):
+        load_run_config([tmp_path / "data.yaml", tmp_path / "model.yaml"])
 
 
 def test_keys_without_meaning_are_named_once(read):
@@ -198,7 +250,10 @@ def test_a_data_path_is_kept_as_written_and_ml_100k_is_the_bundled_one(read, tmp
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("loss_type: BPR", "RecBole's sampled negatives; write loss_type: CE"),
+        ("model: BERT4Rec\nhidden_act: swish", "hidden_act is 'swish', but the activation of model 'bert4rec' is gelu"),
+        ("loss_type: BPR\nneg_sampling: {popularity: 1}", "neg_sampling is {'popularity': 1}, but negatives are drawn"),
+        ("loss_type: BPR\ntrain_neg_sample_args: {sample_num: 1, dynamic: True}", "negatives are drawn uniformly"),
+        ("loss_type: BPR\ntraining_neg_sample_num: -1", "training_neg_sample_num is -1, but negatives are drawn unif"),
         ("loss_type: ce", "loss_type is 'ce'; write loss_type: CE"),
         ("train_neg_sample_args: {sample_num: 1}", "takes no sampled negatives; write train_neg_sample_args: ~"),
         ("MAX_ITEM_LIST_LENGHT: 50\nstopping_step: 3", "LENGHT'; did you mean 'MAX_ITEM_LIST_LENGTH'?"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from recbft.datasets import Dataset, Preparation, describe, leave_one_out
 from recbft.datasets.config import DataConfig
-from recbft.datasets.statistics import distinct
+from recbft.datasets.statistics import distinct, remarks
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 from tests.datasets.test_prepare import histories
@@ -168,12 +168,32 @@ def test_statistics_by_hand():
     assert statistics.mean_length == 7 / 2 and statistics.density == 7 / 6
     quantiles = {"min": 3, "25%": 3.25, "50%": 3.5, "75%": 3.75, "90%": pytest.approx(3.9), "max": 4}
     assert statistics.length_quantiles == quantiles
+    assert (statistics.first_time, statistics.last_time) == ("1", "7")
     assert statistics.tied_neighbours == 2 / 5
     assert statistics.tied_last_two == 1 / 2
     assert statistics.unseen_targets == 0
     assert statistics.repeated_events == pytest.approx(2 / 7)
     assert describe(Dataset.from_frame(frame)).tied_last_two is None
+    since = describe(Dataset.from_frame(frame.assign(t=frame.t * 200_000_000), time="t"))
+    assert (since.first_time, since.last_time) == ("1976-05-03 19:33:20", "2014-05-13 16:53:20"), (
+        "of the last one's unit"
+    )
     assert json.loads(json.dumps(statistics.to_dict()))["tied_neighbours"] == 2 / 5
+
+
+def test_what_a_data_set_leaves_out_and_what_ties_is_said_in_a_line_each():
+    frame = pd.DataFrame({"user_id": np.repeat(np.arange(31), 3), "item_id": np.tile([1, 2, 3], 31), "t": 5})
+    short = frame[(frame.user_id > 0) | (frame.item_id < 3)]
+    left_out = "left out: 1 of 31 users, who have under 3 events; min_history=2 trains on those of 2"
+    tied = "equal times: 100.0% of a user's neighbouring events, 100.0% of the test items; these stay in the order of "
+    assert remarks(Dataset.from_frame(short[["user_id", "item_id"]].iloc[:20])) == [left_out.replace("31", "7")]
+    said = remarks(Dataset.from_frame(short, time="t"))
+    assert said == [left_out, f"{tied}the rows, in which item ids ascend"]
+    shuffled = frame.assign(item_id=frame.item_id.where(frame.user_id % 2 == 0, 4 - frame.item_id))
+    assert remarks(Dataset.from_frame(shuffled, time="t")) == [f"{tied}the rows, which says nothing of time"]
+    assert remarks(Dataset.from_frame(frame.assign(t=range(93)), time="t")) == []
+    kept = Dataset.from_frame(short.assign(t=range(92)), time="t", preparation=Preparation(min_history=2))
+    assert remarks(kept) == ["trained on and not tested: 1 users of 2 events"]
 
 
 def test_shares_by_hand():

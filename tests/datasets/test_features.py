@@ -155,6 +155,17 @@ def test_ids_are_matched_by_their_text(ids, more, joined):
     assert (dataset.item_ids.dtype == object) == isinstance(joined[0], str)
 
 
+def test_items_may_stand_in_parts_of_text_under_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "items").mkdir()
+    movies().iloc[:3][["item_id", "colour"]].to_csv(tmp_path / "items" / "1.csv", index=False)
+    movies().iloc[3:][["item_id", "colour"]].to_csv(tmp_path / "items" / "2.csv", index=False)
+    features = ItemFeatures.read("~/items")
+    assert features.ids.tolist() == [2, 3, 5, 7, 8], "whole numbers, as ids of events"
+    dataset = Dataset.from_frame(EVENTS, items="~/items/*.csv")
+    assert dataset.item_ids.tolist() == [5, 2, 9, 3, 7, 8] and dataset.features.hash == features.telling().hash
+
+
 def test_hashes_name_the_features_and_nothing_else_changes():
     plain, dataset = Dataset.from_frame(EVENTS), Dataset.from_frame(EVENTS, items=movies())
     about = {"part": "test", "filter_seen": False, "max_length": 5, "seed": 0, "config": {}}

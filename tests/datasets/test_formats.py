@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 
 import pandas as pd
 import pytest
 
-from recbft.datasets import Dataset, read_table
+from recbft.datasets import Dataset, Preparation, read_table
 from recbft.datasets.formats import column_names, reading
-from recbft.errors import UserError
+from recbft.errors import RunError, UserError
 
 ROWS = [("zoë b", "007", 5), ("zoë b", 'q"uote', 6), ("甲", "7", 7), ("zoë b", "Ünï", 8)]
 WANTED = ["user_id", "item_id", "timestamp"]
@@ -122,9 +123,9 @@ def test_a_folder_stands_for_the_atomic_file_in_it(tmp_path):
     write(folder / "a.inter", "junk")
     assert rows_of(read_table(folder, WANTED)) == ROWS
     (folder / "ml.inter").rename(folder / "third.inter")
-    with pytest.raises(UserError, match=r"holds 2 \.inter files and none is called ml\.inter; name a file"):
+    with pytest.raises(UserError, match=r"holds 2 \.inter files, and none is called ml\.inter; name a file"):
         read_table(folder, WANTED)
-    with pytest.raises(UserError, match=r"holds 0 \.inter files and none is called"):
+    with pytest.raises(UserError, match=r"the folder holds no file of events \(\.inter, \.parquet, .*\); name a file"):
         read_table(tmp_path, WANTED)
     (folder / "third.inter").rename(folder / "a.inter")  # over the junk: the only one, whatever it is called
     assert rows_of(read_table(folder, WANTED)) == ROWS
@@ -155,7 +156,13 @@ DAMAGED = {
     "column.jsonl": ('{"user_id": 1, "itemid": 2}\n', ": line 1: no column 'item_id'; did you mean 'ite"),
     "blank.jsonl": ('{"user_id": 1, "item_id": 2}\n{"user_id": 1}\n', ": row 2: column 'item_id' holds nothing"),
     "nan.jsonl": ('{"user_id": NaN, "item_id": 1}\n{"user_id": "u", "item_id": 2}\n', ": row 1: column 'user_id'"),
-    "semicolons.csv": ("user_id;item_id\n1;2\n", ": no column 'user_id'; there is one column, 'user_id;item_id': if"),
+    "semicolons.inter": ("user_id;item_id\n1;2\n", ": no column 'user_id'; there is one column, 'user_id;item_id': if"),
+    "seq.inter": ("user_id:token\titem_id:token_seq\n1\t2 3\n", ": column 'item_id' is of type token_seq, a list in e"),
+    "wide.json": ('{"user_id": {"0": 1}, "item_id": {"0": 2}}', ": line 1 holds whole columns; write one row per line"),
+    "index.json": ('{"0": {"user_id": 1, "item_id": 2}}', ": line 1 holds whole columns; write one row per line"),
+    "long.json": ('{"user_id": [1, 1], "item_id": [2, 3]}', ": line 1 holds whole columns; write one row per line"),
+    "cells.csv": ('user_id,item_id\nu,"[\'a\', \'b\']"\n', ": column 'item_id' holds lists as text, such as"),
+    "cell.csv": ("user_id,item_id\nu,a b\nv,c d e\n", ": no user .*items such as 'a b' look like lists: wri"),
     "headless.csv": ("ann,tea,1\nann,milk,2\n", ": no column 'user_id'; choose .* for a file without a header give"),
     "twice.csv": ("user_id,item_id,item_id\n1,2,3\n", ": column 'item_id' occurs 2 times; rename all but one"),
     "ragged.csv": ("user_id,item_id\n1,2\n1\n1,3\n", ": cannot be read: CSV parse error: .*3: Expected 2 columns"),
@@ -171,7 +178,7 @@ DAMAGED = {
     "list.json": ('[{"user_id": 1}]', ": line 1: is not a JSON object; write one object per line"),
     "broken.jsonl": ('{"user_id": 1, "item_id": 2}\n{"user_id": \n', ": line 2: is not JSON"),
     "mixed.jsonl": ('{"user_id": 1, "item_id": 2}\n{"user_id": 1, "item_id": "b"}\n', ".* type int, str"),
-    "lists.jsonl": ('{"user_id": 1, "item_id": [1]}\n', ".*column 'item_id' has type list"),
+    "lists.jsonl": ('{"user_id": [1], "item_id": 1}\n', ".*column 'user_id' has type list"),
     "damaged.parquet": ("PAR1 and then nothing", ": cannot be read: .*; check that the file is whole"),
     "what.xyz": ("1 2\n", r": unknown file ending '\.xyz'; known are \.inter, .*give its separator"),
 }  # fmt: skip
@@ -271,3 +278,113 @@ def test_quotes_within_a_line_need_not_be_in_order(tmp_path):
     assert read_table(path, ["user_id", "item_id"]).num_rows == 3
     write(path, 'user_id,item_id,title\n1,2,"c"d\n1,3,x\n')
     assert read_table(path, ["user_id", "item_id"]).num_rows == 2
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (["7", "-1", "0"], [7, -1, 0]),
+        (["7", "007", "1"], ["7", "007", "1"]),
+        (["7", "b", "1"], ["7", "b", "1"]),
+        (["7", "1.0", " 1"], ["7", "1.0", " 1"]),
+        ([str(2**63), "1", "2"], [str(2**63), "1", "2"]),
+    ],
+)
+def test_ids_of_a_text_file_are_whole_numbers_where_the_whole_column_is(tmp_path, written, read):
+    files = {
+        "a.csv": "user_id,item_id\n" + "".join(f'u,"{item}"\n' for item in written),
+        "a.inter": "user_id:token\titem_id:token\n" + "".join(f"u\t{item}\n" for item in written),
+    }
+    for name, content in files.items():
+        dataset = Dataset.load(write(tmp_path / name, content))
+        assert dataset.decode(dataset.items).tolist() == read and dataset.user_ids.tolist() == ["u"]
+        frame = pd.DataFrame({"user_id": "u", "item_id": read})
+        assert dataset.content_hash == Dataset.from_frame(frame).content_hash
+
+
+def write_parts(folder, ending):
+    """Ten parts of the rows, a user's events spread over them, and files that are none of them."""
+    folder.mkdir()
+    for number in range(1, 11):
+        part = pd.DataFrame({"user_id": ["u", "v"], "item_id": [number, 100 + number], "timestamp": [number, 5]})
+        path = folder / f"part-{number}{ending}"
+        part.to_parquet(path) if ending == ".parquet" else part.to_csv(path, index=False)
+    (folder / "_SUCCESS").write_text("")
+    (folder / f"part-11{ending}").write_text("")
+    (folder / f".part-1{ending}.crc").write_text("")
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".csv", ".csv.gz"])
+@pytest.mark.parametrize("form", ["{}", "{}/part-*", "{}/**/*-[1-9]{ending}"])
+def test_a_folder_or_pattern_of_parts_is_read_as_one_table(tmp_path, ending, form):
+    write_parts(tmp_path / "events", ending)
+    path, last = form.format(tmp_path / "events", ending=ending), 10 if "[1-9]" in form else 11
+    for time in (None, "timestamp"):
+        dataset = Dataset.load(path, time=time)
+        assert dataset.decode(dataset.items).tolist() == [*range(1, last), *range(101, 100 + last)], "10 after 9"
+        assert dataset.name == "events"
+    assert column_names(path) == WANTED
+
+
+def test_a_folder_or_pattern_that_is_no_table_says_what_was_seen(tmp_path):
+    write_parts(tmp_path / "events", ".csv")
+    with pytest.raises(UserError, match=r"events/x\*\.csv: no file has such a name; check the pattern"):
+        Dataset.load(tmp_path / "events" / "x*.csv")
+    pd.DataFrame({"user_id": [1.5], "item_id": [1]}).to_parquet(tmp_path / "events" / "b.parquet")
+    with pytest.raises(
+        UserError, match=r"files that end in \.csv, \.parquet; name one kind, such as '.*events/\*\.csv'"
+    ):
+        Dataset.load(tmp_path / "events")
+    pd.DataFrame({"user_id": ["u"], "item_id": [1]}).to_parquet(tmp_path / "events" / "c.parquet")
+    with pytest.raises(
+        UserError, match=r"c\.parquet: column 'user_id' has type .*string, and double in .*b\.parquet; w"
+    ):
+        Dataset.load(tmp_path / "events" / "*.parquet")
+    for address in ("https://example.com/log.csv?a=1", "s3://bucket/log.parquet"):
+        with pytest.raises(UserError, match=f"^{re.escape(address)}: is an address, and nothing is downloaded: fetch"):
+            Dataset.load(address)
+
+
+@pytest.mark.parametrize("separator", ["\t", ";", "|", "::", " "])
+@pytest.mark.parametrize("ending", [".csv", ".dat"])
+def test_what_separates_the_fields_is_seen_where_nobody_says_it(tmp_path, separator, ending):
+    lines = as_lines(separator).replace('"', "").replace("zoë b", "zoë")
+    wanted = [(user.replace("zoë b", "zoë"), item.replace('"', ""), time) for user, item, time in ROWS]
+    path = write(tmp_path / f"a{ending}", lines)
+    assert rows_of(read_table(path, WANTED, columns=WANTED)) == wanted
+    if separator != " " and ending == ".csv":
+        write(path, separator.join(WANTED) + "\n" + lines)
+        assert rows_of(read_table(path, WANTED)) == wanted and column_names(path) == WANTED
+    words = {"\t": "tab", ";": "semicolon", "|": "Pipe", " ": "space", "::": "::"}
+    write(path, lines)
+    assert rows_of(read_table(path, WANTED, columns=WANTED, separator=words[separator])) == wanted
+
+
+@pytest.mark.parametrize("form", ["frame", "a.parquet", "a.jsonl"])
+def test_lists_in_cells_are_read_as_histories(tmp_path, form):
+    frame = pd.DataFrame({"user_id": ["u", "v", "u"], "item_id": [["a", "b"], ["c", "a", "b"], ["d"]]})
+    frame["timestamp"] = [[3, 4], [1, 2, 3], [1]]
+    frame["day"] = [2, 5, 3]
+    frame.to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text(frame.to_json(orient="records", lines=True))
+
+    def read(**how):
+        return Dataset.from_frame(frame, **how) if form == "frame" else Dataset.load(tmp_path / form, **how)
+
+    for time, wanted in ((None, "abdcab"), ("timestamp", "dabcab"), ("day", "abdcab")):
+        dataset = read(time=time)
+        assert "".join(dataset.decode(dataset.items)) == wanted
+    assert "".join(read(preparation=Preparation(where="day<5")).item_ids) == "abd"
+    frame["timestamp"] = [[3, 4], [1, 2], [1]]
+    with pytest.raises(UserError, match="row 2: column 'item_id' holds a list of 3 and 'timestamp' one of 2; write li"):
+        Dataset.from_frame(frame, time="timestamp")
+
+
+def test_a_message_about_a_file_has_a_length_that_can_be_read(tmp_path):
+    wide = {str(number): number for number in range(50_000)}
+    (tmp_path / "wide.json").write_text(json.dumps({"user_id": 1, "item_id": wide}))
+    with pytest.raises(UserError, match=r"column 'item_id' has type struct<0: int64, .*but ids must be") as raised:
+        Dataset.load(tmp_path / "wide.json")
+    assert len(str(raised.value)) < 500
+    for error in (UserError, RunError):
+        assert len(str(error("x" * 10**6))) < 2000

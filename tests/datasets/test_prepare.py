@@ -9,8 +9,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from recbft.datasets import Dataset, Preparation
+from recbft.datasets import Dataset, Preparation, leave_one_out
+from recbft.datasets.config import DataConfig
 from recbft.errors import UserError
+from recbft.serving.histories import histories_from_file
 
 
 def log(text, **columns):
@@ -45,6 +47,52 @@ def test_users_with_fewer_than_three_events_are_dropped_and_counted():
     assert dataset.preparation["dropped"]["users_under_3_events"] == 2
     assert dataset.preparation["before"] == {"users": 3, "items": 4, "events": 6}
     assert dataset.preparation["after"] == {"users": 1, "items": 3, "events": 3}
+
+
+def test_users_of_two_events_may_train_and_are_not_tested(tmp_path):
+    frame = log("b:x a:x b:y c:q a:y a:z d:w d:x d:y d:z")
+    dataset = Dataset.from_frame(frame, preparation=Preparation(min_history=2))
+    assert histories(dataset) == {"a": ["x", "y", "z"], "d": ["w", "x", "y", "z"], "b": ["x", "y"]}
+    assert dataset.user_ids.tolist() == ["a", "d", "b"], "who only trains comes last"
+    assert dataset.preparation["dropped"]["users_under_2_events"] == 1
+    split = leave_one_out(dataset)
+    training = [dataset.items[a:b] for a, b in zip(split.training_start, split.training_stop, strict=True)]
+    assert [dataset.decode(items).tolist() for items in training] == [["x"], ["w", "x"], ["x", "y"]]
+    assert dataset.decode(split.validation.target).tolist() == ["y", "y"]
+    assert dataset.decode(split.test.target).tolist() == ["z", "z"]
+    counts = dict(zip(dataset.item_ids.tolist(), dataset.training_counts[1:].tolist(), strict=True))
+    assert counts == {"x": 3, "y": 1, "z": 0, "w": 1}
+    assert dataset.target_hash == Dataset.from_frame(frame).target_hash, "the same test"
+    dataset.save(tmp_path / "kept.parquet")
+    again = Dataset.load(tmp_path / "kept.parquet")
+    assert (again.content_hash, again.num_tested) == (dataset.content_hash, 2)
+
+
+def test_users_of_two_events_need_others_to_be_tested():
+    with pytest.raises(UserError, match="no user has 3 events after filtering"):
+        Dataset.from_frame(log("a:x a:y b:x b:y"), preparation=Preparation(min_history=2))
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_sessions_are_histories_instead_of_users_or_of_each_user(tmp_path, ending):
+    frame = log("a:x a:y b:x a:z a:p b:y b:z b:q a:r a:q b:p b:r", visit=[1, 1, 1, 1, 2, 1, 1, 3, 2, 2, 3, 3])
+    getattr(frame, f"to_{ending}")(tmp_path / f"log.{ending}", index=False)
+    for how, wanted in (
+        ({"session": "visit"}, {1: list("xyxzyz"), 2: list("prq"), 3: list("qpr")}),
+        (
+            {"session": "visit", "user": "user_id"},
+            {"a/1": list("xyz"), "b/1": list("xyz"), "a/2": list("prq"), "b/3": list("qpr")},
+        ),
+    ):
+        for made in (Dataset.from_frame(frame, **how), Dataset.load(tmp_path / f"log.{ending}", **how)):
+            assert histories(made) == wanted
+            again = DataConfig(**{**made.columns, "dataset": str(tmp_path / f"log.{ending}")})
+            assert again.load().content_hash == made.content_hash
+            again.check_prepared(made)
+    events = histories_from_file(tmp_path / f"log.{ending}", session="visit", where="visit = 2")
+    assert events.user_id.tolist() == [2, 2, 2] and events.item_id.tolist() == list("prq")
+    with pytest.raises(UserError, match="user, item, time and session must be columns of their own"):
+        Dataset.from_frame(frame, user="visit", session="visit")
 
 
 @pytest.mark.parametrize(("keep", "expected"), [(None, "x y x z y"), ("first", "x y z"), ("last", "x z y")])
@@ -127,66 +175,6 @@ def test_k_core_equals_dropping_one_user_or_item_at_a_time(seed):
     assert histories(dataset) == expected
 
 
-@pytest.mark.parametrize(("kind", "blank"), [("int64", False), ("Int64", True), ("str", True), ("category", False)])
-def test_a_row_filter_knows_whole_numbers_that_floats_do_not(kind, blank):
-    large = 2**53 + 1  # as float64 the one before it
-    h = pd.Series(np.repeat([large, large - 1], 4)).astype(kind)
-    frame = pd.DataFrame({"user_id": np.repeat([1, 2], 4), "item_id": [1, 2, 3, 4] * 2, "h": h})
-    if blank:
-        frame.loc[[3, 7], "h"] = "" if kind == "str" else None
-    dataset = Dataset.from_frame(frame, preparation=Preparation(where=f"h=={large}"))
-    assert dataset.user_ids.tolist() == [1]
-    assert Dataset.from_frame(frame, preparation=Preparation(where=f"h<={large}.5")).num_users == 2
-
-
-@pytest.mark.parametrize("kind", [np.float32, np.float64, str])
-@pytest.mark.parametrize(("where", "kept"), [("h>=4.1", "bc"), ("h<=4.1", "ab"), ("h>4.1", "c"), ("h<1e39", "abc")])
-def test_a_row_filter_keeps_the_same_rows_in_every_precision(where, kept, kind):
-    height = np.repeat([4.0, 4.1, 4.2], 3).astype(kind)
-    frame = pd.DataFrame({"user_id": np.repeat(["a", "b", "c"], 3), "item_id": 1, "h": height})
-    assert "".join(Dataset.from_frame(frame, preparation=Preparation(where=where)).user_ids) == kept
-
-
-@pytest.mark.parametrize(
-    ("where", "kept"),
-    [
-        ("rating>=4", "p q r s"),
-        (" rating > 4 ", "q r s"),
-        ("rating==5 and year<2003", "q r s"),
-        ("rating>0 and year>2000 and rating>=3", "p q r s u"),
-        ("rating!=5", "o p t u"),
-        ("rating<=4.0 && year>=1e3", "o p t u"),
-    ],
-)
-@pytest.mark.parametrize("kind", [int, float, str])
-def test_a_row_filter_keeps_the_rows_that_satisfy_it(where, kept, kind):
-    ratings, years = [1, 4, 5, 5, 5, 2, 3], [2000, 2001, 2002, 2002, 2002, 2004, 2005]
-    frame = log("a:o a:p a:q a:r a:s a:t a:u", rating=[kind(r) for r in ratings], year=years)
-    dataset = Dataset.from_frame(frame, preparation=Preparation(where=where))
-    assert histories(dataset)["a"] == kept.split()
-
-
-@pytest.mark.parametrize(
-    "rating", [[5.0, None, 5.0, 5.0], *(["5", blank, "5.0", " 5"] for blank in (None, "", " NaN ", "NULL"))]
-)
-def test_a_row_whose_filter_value_is_blank_is_dropped_and_counted(rating):
-    frame = log("a:o a:p a:q a:r", rating=rating)
-    dataset = Dataset.from_frame(frame, preparation=Preparation(where="rating!=1"))
-    assert histories(dataset) == {"a": ["o", "q", "r"]}
-    assert dataset.preparation["dropped"]["events_filtered_out"] == 1
-
-
-def test_a_row_filter_on_text_or_a_missing_column_is_refused():
-    frame = log("a:o a:p a:q", rating=["5", "good", "4"])
-    with pytest.raises(UserError, match="frame: row 2: column 'rating' holds 'good', but a row filter needs numbers"):
-        Dataset.from_frame(frame, preparation=Preparation(where="rating>3"))
-    with pytest.raises(UserError, match="frame: no column 'ratings'; did you mean 'rating'"):
-        Dataset.from_frame(frame, preparation=Preparation(where="ratings>3"))
-    dates = frame.assign(rating=pd.to_datetime(["2020-01-01"] * 3))
-    with pytest.raises(UserError, match=r"frame: column 'rating' has type timestamp.*, but a row filter needs numbers"):
-        Dataset.from_frame(dates, preparation=Preparation(where="rating>3"))
-
-
 def test_no_user_left_is_an_error_with_counts():
     frame = log("a:x a:y b:x b:y b:x", rating=[5, 5, 5, 5, 1])
     with pytest.raises(UserError) as raised:
@@ -203,9 +191,9 @@ def test_no_user_left_is_an_error_with_counts():
         ({"k_core": -1}, "k_core is -1; give a whole number >= 0"),
         ({"drop_last_events": 0.5}, "drop_last_events is 0.5; give a whole number >= 0"),
         ({"min_user_events": 2.5}, "min_user_events is 2.5; give a whole number >= 0"),
+        ({"min_history": 5}, "min_history is 5; give 3, or 2 to train on users of two events too"),
         ({"deduplicate": "both"}, "deduplicate is 'both'; choose 'first', 'last' or None"),
-        ({"where": "rating is good"}, "row filter 'rating is good' cannot be read; write COLUMN>=NUMBER"),
-        ({"where": "rating>=1.2.3"}, "row filter 'rating>=1.2.3' cannot be read"),
+        ({"where": "rating is good"}, "row filter 'rating is good' cannot be read"),
         ({"where": ""}, "row filter '' cannot be read"),
     ],
 )

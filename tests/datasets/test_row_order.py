@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import warnings
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -11,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from recbft import Dataset
-from recbft.datasets.events import steps_back, time_columns
+from recbft.datasets.row_order import steps_back, time_columns
 from recbft.serving.histories import histories_from_file
 
 ROWS = pd.DataFrame({"user_id": [1, 1, 1, 2, 2, 2], "item_id": range(6), "time": [3, 2, 1, 1, 2, 3]})
@@ -124,3 +125,71 @@ def test_equal_times_of_a_file_that_stands_newest_first_are_warned_of(tmp_path):
         Dataset.from_frame(frame.assign(day="2024-01-01"), time="day")  # all are
         Dataset.from_frame(frame.iloc[[0, 1, 2, 3, 4, 6, 5, 5]].assign(day=[3, 3, 2, 2, 2, 4, 1, 1]), time="day")
         Dataset.from_frame(pd.concat([frame.iloc[::-1]] * 2), time="day")  # oldest first, twice
+
+
+def shopping(users=20, events=6, items=40, seed=0):
+    """A log whose rows stand user by user in the order of time, with ids in any order."""
+    rng = np.random.default_rng(seed)
+    frame = pd.DataFrame({"user_id": np.repeat(np.arange(users), events)})
+    frame["item_id"] = np.concatenate([rng.permutation(items)[:events] for _ in range(users)])
+    seconds = pd.to_timedelta(np.arange(len(frame)) % events, unit="h")
+    return frame.assign(created_at=pd.Timestamp("2024-01-31 08:00") + seconds, date="2024-01-31")
+
+
+@pytest.mark.parametrize("kind", [int, str, "csv"])
+@pytest.mark.parametrize(("ascending", "said"), [(True, "ascend"), (False, "descend")])
+def test_rows_that_stand_in_the_order_of_item_ids_are_warned_of(tmp_path, kind, ascending, said):
+    frame = shopping()[["user_id", "item_id"]].sort_values(["user_id", "item_id"], ascending=ascending)
+    said = f"nearly all events of a user {said} by 'item_id': that is the order of a sorted table"
+    if kind == "csv":
+        frame.to_csv(tmp_path / "a.csv", index=False)  # 10 after 9
+        read = partial(Dataset.load, tmp_path / "a.csv")
+    else:
+        frame["item_id"] = frame.item_id.map("{:02}".format) if kind is str else frame.item_id
+        read = partial(Dataset.from_frame, frame)
+    with pytest.warns(UserWarning, match=said):
+        read()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_in_any_other_order_or_with_times_are_not(seed):
+    frame = shopping(seed=seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Dataset.from_frame(frame[["user_id", "item_id"]])
+        Dataset.from_frame(frame, time="created_at")
+        by_item = frame.sort_values(["user_id", "item_id"])
+        Dataset.from_frame(by_item, time="created_at")
+        Dataset.from_frame(by_item.head(40)[["user_id", "item_id"]])  # too few to tell
+        watched = frame.assign(item_id=np.arange(len(frame)))  # episodes one after the other: their times agree
+        Dataset.from_frame(watched)
+
+
+@pytest.mark.parametrize("form", ["frame", "csv", "parquet"])
+def test_times_that_tie_for_nearly_all_neighbours_are_warned_of_and_a_finer_column_named(tmp_path, form):
+    frame = shopping()
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    frame.to_parquet(tmp_path / "a.parquet")
+
+    def read(table, time):
+        if form == "frame":
+            return Dataset.from_frame(table, time=time)
+        return Dataset.load(tmp_path / f"a.{form}", time=time)
+
+    said = (
+        r"100% of a user's neighbouring events have equal times in column 'date', which does not order them: they stay"
+    )
+    with pytest.warns(UserWarning, match=f"{said}.*; column 'created_at' is finer: name it"):
+        read(frame, "date")
+    if form == "frame":
+        with pytest.warns(UserWarning, match=f"{said}.*; name a finer column if there is one"):
+            read(frame[["user_id", "item_id", "date"]], "date")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read(frame, "created_at")
+
+
+def test_the_advice_to_name_a_column_of_times_names_the_finer_one():
+    frame = shopping().iloc[::-1].assign(timestamp=20240131)
+    with pytest.warns(UserWarning, match="but column 'created_at' goes backwards within a user 100 times; name it"):
+        Dataset.from_frame(frame)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from recbft.datasets.dataset import Dataset, leave_one_out
+from recbft.datasets.prepare import Preparation
 from recbft.errors import RunError, UserError
 from recbft.evaluation import evaluate as evaluating
 from recbft.evaluation import views
@@ -220,7 +221,7 @@ def test_an_evaluation_tells_of_the_lists_of_its_own_scores_in_both_settings(lab
     histories_at_once(16)
     dataset = lab.make_dataset(num_users=70, num_items=40, seed=1)
     model = lab.make_model(dataset, *arm)
-    found = evaluate(model, dataset, "test", ks=(3, 50), memory_mb=memory_mb, lists=True)
+    found = evaluate(model, dataset, "test", ks=(3, 50, 9 * 10**18), memory_mb=memory_mb, lists=True)
     assert evaluate(model, dataset, "test", ks=(3, 50)).exposure is None
     view = leave_one_out(dataset).test
     with torch.no_grad():
@@ -271,3 +272,16 @@ def test_on_large_data_the_lists_are_of_some_users_the_same_each_time_and_howeve
 
     shared = evaluate(model, dataset, "test", ks=(3,), sharing=Halves(), lists=True)
     assert shared.exposure == found.exposure
+
+
+@pytest.mark.parametrize("part", ["validation", "test"])
+def test_users_who_only_train_are_not_ranked(part):
+    frame = pd.DataFrame([(user, item) for user, items in {"x": "ab", "ann": "abcd", "bob": "aabc"}.items()
+                          for item in items], columns=["user_id", "item_id"])  # fmt: skip
+    dataset = Dataset.from_frame(frame, preparation=Preparation(min_history=2))
+    per_user = evaluate(Popularity(dataset.training_counts), dataset, part, lists=True).per_user
+    assert per_user.user.tolist() == ["ann", "bob"]
+    assert per_user.target.tolist() == (["c", "b"] if part == "validation" else ["d", "c"])
+    # Training: ann ab, bob aa, x ab; counts a 4, b 2, c 0, d 0
+    assert per_user.target_count.tolist() == ([0, 2] if part == "validation" else [0, 0])
+    assert per_user.rank_unfiltered.tolist() == ([4, 2] if part == "validation" else [4, 4])

@@ -65,6 +65,15 @@ def kept(build, cache):
     return Path(shutil.copy(build, cache))
 
 
+@needs_build
+def test_what_a_killed_build_left_goes_at_the_next_start(kept, cache):
+    for name, at in (("build-ab12_d9x", 0), ("build-of mine", 0), ("build-another_", None)):
+        (cache / name).mkdir()
+        os.utime(cache / name, None if at is None else (at, at))
+    c_library._loaded()
+    assert sorted(os.listdir(cache)) == ["build-another_", "build-of mine", kept.name], "one was begun just now"
+
+
 PRIVATE = """
 import ctypes
 public, ctypes.RTLD_GLOBAL = ctypes.RTLD_GLOBAL, ctypes.RTLD_LOCAL

@@ -204,7 +204,7 @@ def test_before_the_warm_up_a_precision_layer_is_the_plain_layer(lab, case, trai
         torch.testing.assert_close(one[0], two[0], rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("loss", ["sampled_softmax", "bce", "gbce"])
+@pytest.mark.parametrize("loss", ["sampled_softmax", "bce", "gbce", "bpr"])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_loss_gives_every_parameter_a_finite_gradient(lab, model, loss):
     made = lab.build(model=model, loss=loss, num_negatives=4, **({"head": "gelu"} if model == "bert4rec" else {}))

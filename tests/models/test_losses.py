@@ -114,6 +114,23 @@ def test_binary_cross_entropy_is_its_definition_in_value_and_gradients(beta):
         torch.testing.assert_close(one, two)
 
 
+@pytest.mark.parametrize("k", [1, 3])
+def test_pairwise_ranking_is_its_definition_in_value_and_gradients(k):
+    states, weight, _, target = problem(k)
+    loss = loss_of("bpr", num_negatives=k)
+    torch.manual_seed(7)
+    found = loss(states, weight, None, target)
+    torch.manual_seed(7)
+    scores, negatives = states @ weight.T, loss.own_negatives(target)
+    assert negatives.shape == (N, k) and (negatives != target[:, None]).all()
+    expected = -torch.sigmoid(scores.gather(1, target[:, None]) - scores.gather(1, negatives)).log().mean()
+    torch.testing.assert_close(found, expected)
+    for one, two in zip(
+        torch.autograd.grad(found, (states, weight)), torch.autograd.grad(expected, (states, weight)), strict=True
+    ):
+        torch.testing.assert_close(one, two)
+
+
 def test_gathered_scores_do_not_depend_on_the_blocks_they_are_made_in(monkeypatch):
     states, weight, _, _ = problem()
     index = torch.randint(V, (N, 3), generator=torch.Generator().manual_seed(2))
@@ -134,12 +151,15 @@ def test_beta_of_gbce_runs_from_bce_to_the_sampling_rate():
     assert gbce_beta(500, 101, 0.75) == 1.0  # more negatives than items: nothing to calibrate
 
 
-@pytest.mark.parametrize(("name", "known"), [("sampled_softmax", {}), ("bce", {}), ("gbce", {"gbce_t": 0.75})], ids=str)
+DRAWING = [("sampled_softmax", {}), ("bce", {}), ("gbce", {"gbce_t": 0.75}), ("bpr", {})]
+
+
+@pytest.mark.parametrize(("name", "known"), DRAWING, ids=str)
 def test_a_loss_draws_as_many_as_its_authors_unless_told_otherwise(name, known):
     items = 2000
     states, weight = torch.randn(N, D).double(), torch.randn(items, D).double()
     target, counts = torch.arange(N), torch.ones(items + 1)
-    number = {"sampled_softmax": 512, "bce": 1, "gbce": 256}[name]
+    number = {"sampled_softmax": 512, "bce": 1, "gbce": 256, "bpr": 1}[name]
     values = []
     for settings in ({}, {"num_negatives": number, **known}):
         torch.manual_seed(0)

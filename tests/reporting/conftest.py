@@ -13,7 +13,7 @@ from recbft.api import Recommender
 from recbft.comparing.comparison import comparison_of
 from recbft.reporting.report import make_report
 from recbft.system.files import json_text
-from tests.experiments.conftest import events
+from tests.experiments.conftest import events, unbound
 from tests.experiments.conftest import trained as unprobed
 
 __all__ = ["events", "unprobed"]
@@ -39,7 +39,7 @@ def report(comparison):
 
 @pytest.fixture
 def copied(trained, tmp_path):
-    return Path(shutil.copytree(trained, tmp_path / "copied"))
+    return unbound(shutil.copytree(trained, tmp_path / "copied"))
 
 
 @pytest.fixture(scope="session")

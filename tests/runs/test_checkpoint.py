@@ -328,10 +328,17 @@ def rewrite(folder, content):
     (folder / "state.json").write_text(json.dumps({"sha256": checkpoint._digest(content), **content}))
 
 
+def test_a_state_of_the_format_before_is_read(saved):
+    content = json.loads((saved / "state.json").read_bytes())
+    del content["sha256"], content["state"]["digits_from"]
+    rewrite(saved, {**content, "format": 2})
+    assert checkpoint.load_state(saved).digits_from == {}
+
+
 def test_a_state_of_another_format_is_refused(saved):
     file = saved / "state.json"
     file.write_text(json.dumps({**json.loads(file.read_bytes()), "format": 99}))
-    with pytest.raises(UserError, match=r"has format 99, and this recbft reads format 2; use the recbft that"):
+    with pytest.raises(UserError, match=r"has format 99, and this recbft reads formats 2 and 3; use the recbft that"):
         checkpoint.load(saved)
 
 

@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -237,6 +238,17 @@ def test_the_commit_is_found_whatever_its_folder_is_called(name, tmp_path, monke
     assert (environments.ROOT / "recbft" / "errors.py").is_file(), "that of the checkout"
     monkeypatch.setattr(environments, "ROOT", root)
     assert len(environments.commit()) == 12
+
+
+@pytest.mark.skipif(environments.commit() == "unknown", reason="this is no checkout")
+def test_a_build_knows_its_commit(tmp_path, monkeypatch):
+    words = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", tmp_path]
+    subprocess.run(words, cwd=environments.ROOT, check=True, capture_output=True)
+    built = tmp_path / "recbft" / "runs" / "commit.txt"
+    assert built.read_text() == environments.commit()
+    built.write_text("0123456789ab\n")
+    monkeypatch.setattr(environments, "BUILT_FROM", built)
+    assert environments.commit() == "0123456789ab"
 
 
 def test_a_replaced_run_that_cannot_be_removed_is_named(tmp_path, monkeypatch):

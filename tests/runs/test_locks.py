@@ -116,6 +116,17 @@ def test_where_files_cannot_be_locked_a_run_is_trained_with_a_warning(begun, mon
         pass
 
 
+def test_where_files_cannot_be_locked_a_queue_goes_on(tmp_path, monkeypatch):
+    def refused(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    lock = locks.acquire(tmp_path / "queue", "run")
+    assert not locks.is_held(tmp_path / "queue", "run")
+    lock.release()
+    assert list((tmp_path / "queue").iterdir()) == []
+
+
 def test_a_run_on_a_file_system_that_may_only_be_read_can_be_locked_for_a_copy(begun, monkeypatch):
     def read_only(path, mode="r", *more, **how):
         if "+" in mode:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,7 @@ from recbft.system.files import (
     make_folder,
     new_folder,
     refuse_input,
+    user_path,
     write_atomic,
     write_json,
     write_parquet,
@@ -137,6 +141,51 @@ def test_a_new_folder_that_is_not_completed_leaves_nothing(tmp_path, stopped_by)
     assert os.listdir(tmp_path) == []
 
 
+WRITERS = {
+    "file": "write_atomic(sys.argv[1], lambda file: (print('held', flush=True), sys.stdin.read()))",
+    "folder": "made = new_folder(sys.argv[1]); made.__enter__(); print('held', flush=True); sys.stdin.read()",
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_what_a_killed_process_left_goes_at_the_next_start_and_what_is_being_written_stays(tmp_path, kind):
+    def write(content):
+        if kind == "file":
+            write_atomic(tmp_path / "a", content)
+        else:
+            with new_folder(tmp_path / content.decode()) as made:
+                (made / "in it").touch()
+
+    code = f"import sys; from recbft.system.files import *; {WRITERS[kind]}"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path / "a"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as writer:
+        assert writer.stdout.readline() == b"held\n"
+        (left,) = os.listdir(tmp_path)
+        os.utime(tmp_path / left, (0, 0))
+        write(b"a")
+        assert sorted(os.listdir(tmp_path)) == [left, "a"], "another is at work on it"
+        writer.kill()
+    if kind == "folder":
+        (tmp_path / "a" / "in it").unlink()
+    (tmp_path / ".b.01234567.tmp").touch()
+    (tmp_path / ".a.01234567.tmp").touch()
+    os.utime(tmp_path / ".b.01234567.tmp", (0, 0))
+    write(b"a")
+    kept = [".a.01234567.tmp", ".b.01234567.tmp", "a"]
+    assert sorted(os.listdir(tmp_path)) == kept, "one is of another name, and one that was made just now"
+
+
+def test_where_files_cannot_be_locked_nothing_is_swept_and_all_is_written(tmp_path, monkeypatch):
+    def refused(descriptor, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    (tmp_path / ".a.01234567.tmp").touch()
+    monkeypatch.setattr(fcntl, "flock", refused)
+    write_atomic(tmp_path / "a", b"new")
+    assert (tmp_path / "a").read_bytes() == b"new" and len(os.listdir(tmp_path)) == 2
+
+
 def test_a_new_folder_takes_the_place_of_an_empty_one_only(tmp_path):
     (tmp_path / "run").mkdir()
     with new_folder(tmp_path / "run") as made:
@@ -210,3 +259,15 @@ def test_a_device_or_a_pipe_is_not_replaced_by_a_file(tmp_path):
         with pytest.raises(UserError, match=f"{place} is a device or a pipe, and a whole file is written"):
             write_atomic(place, b"content")
     assert (tmp_path / "pipe").is_fifo() and os.listdir(tmp_path) == ["pipe"]
+
+
+def test_a_path_from_home_is_written_there_and_makes_no_folder_called_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    make_folder("~/kept")
+    write_atomic("~/kept/a.txt", b"a")
+    with new_folder("~/made/b") as made:
+        (made / "c").write_text("c")
+    assert (tmp_path / "home" / "kept" / "a.txt").read_bytes() == b"a"
+    assert (tmp_path / "home" / "made" / "b" / "c").is_file() and not (tmp_path / "~").exists()
+    assert user_path("a~/b") == Path("a~/b")

@@ -27,9 +27,11 @@ def lengths_game(**settings):
 @pytest.mark.parametrize(
     ("config", "name", "allowed", "refused"),
     [
-        *((TrainingConfig, name, (1,), (0,)) for name in ("epochs", "batch_size", "patience", "eval_every")),
+        *((TrainingConfig, name, (1,), (0,)) for name in ("batch_size", "patience", "eval_every")),
+        (TrainingConfig, "epochs", (0, 1), (-1,)),
         (TrainingConfig, "batch_targets", (None, 1), (0,)),
-        *((TrainingConfig, name, (1e-9,), (0, -1.0)) for name in ("learning_rate", "precision_lr_multiplier")),
+        (TrainingConfig, "learning_rate", (0, 1e-9), (-1e-9,)),
+        (TrainingConfig, "precision_lr_multiplier", (1e-9,), (0, -1.0)),
         (TrainingConfig, "clip_norm", (None, 1e-9), (0,)),
         (TrainingConfig, "weight_decay", (0,), (-1e-9,)),
         (TrainingConfig, "warmup_steps", (0,), (-1,)),

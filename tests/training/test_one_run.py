@@ -15,15 +15,18 @@ import pandas as pd
 import pytest
 import torch
 
+from recbft.api.own_run import TrainedRun
 from recbft.datasets import Dataset, ItemFeatures
 from recbft.errors import RunError, UserError
 from recbft.evaluation.evaluate import evaluate
 from recbft.models import Popularity
 from recbft.models.backbone import Backbone
-from recbft.runs import checkpoint
+from recbft.runs import checkpoint, environment
 from recbft.runs.folder import RunFolder
 from recbft.training import one_run, session
+from recbft.training.build import build_model
 from recbft.training.bundle import load_trained
+from recbft.training.many_seeds import train_seeds
 from recbft.training.progress import Silent
 from recbft.training.run_config import load_run_config
 from tests.training.conftest import StopAt, Stopped, assert_equal_runs, config
@@ -102,6 +105,19 @@ def test_a_model_that_is_not_trained_is_evaluated_and_finished(dataset, tmp_path
         assert run.metrics[part] == evaluate(model, dataset, part, filter_seen=True).metrics
     assert run.metrics["filter_seen"] is True and run.metrics["epochs"] == 0
     assert one_run.resume(run.path, dataset=dataset).metrics == run.metrics
+
+
+def test_no_epoch_evaluates_what_training_would_begin_with_and_no_rate_changes_nothing(dataset, tmp_path):
+    none = one_run.train(config("matched", epochs=0), tmp_path / "none", dataset=dataset)
+    still = one_run.train(config("matched", epochs=1, learning_rate=0), tmp_path / "still", dataset=dataset)
+    assert none.metrics["epochs"] == 0 and none.metrics["best_epoch"] is None and none.read_history() == []
+    assert none.metrics["test"] == still.metrics["test"]
+    untrained = build_model(config("matched", epochs=0), dataset)
+    for run in (none, still):
+        for name, value in checkpoint.load_best(run.checkpoint).items():
+            assert name == "ramp" or torch.equal(value, untrained.state_dict()[name]), name
+    (together,) = train_seeds([config("matched", epochs=0)], [tmp_path / "together"], dataset=dataset)
+    assert together.metrics["test"] == none.metrics["test"]
 
 
 # Resuming --------------------------------------------------------------------------------------------
@@ -184,6 +200,14 @@ def test_a_vocabulary_that_was_damaged_is_written_again(stopped, dataset, damage
     assert path.read_bytes() == whole and len(load_trained(stopped.path)[2]) == dataset.num_items
 
 
+def test_what_was_left_or_planted_in_a_run_does_not_stop_its_resume(whole, stopped, dataset):
+    for folder in (stopped.path, stopped.checkpoint):
+        (folder / ".x.tmp" / "in it").mkdir(parents=True)
+        (folder / ".y.tmp").symlink_to(stopped.path.parent)
+    assert_equal_runs(whole, one_run.resume(stopped.path, dataset=dataset))
+    assert not list(stopped.path.rglob(".*"))
+
+
 def test_whoever_listens_is_told_that_the_last_pass_over_all_users_begins(dataset, tmp_path):
     heard = []
 
@@ -219,6 +243,33 @@ def test_an_interrupt_says_how_to_go_on_and_leaves_a_run_that_does(whole, datase
     with pytest.raises(UserError, match=r"holds a run that stopped after epoch 2; go on with `recbft train --resume"):
         one_run.train(config(), tmp_path / "cut", dataset=dataset)
     assert_equal_runs(whole, one_run.resume(tmp_path / "cut", dataset=dataset))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda patch: torch.set_num_threads(torch.get_num_threads() + 1), r"threads \d+ \(so far \d+\)"),
+        (lambda patch: patch.setattr(environment, "_kernels_in_c", lambda: "other"), r"kernels other \(so far \w+\)"),
+    ],
+    ids=["threads", "kernels"],
+)
+def test_a_run_that_goes_on_with_what_rounds_otherwise_says_and_records_it(stopped, dataset, monkeypatch, change, said):
+    threads, before = torch.get_num_threads(), stopped.environment
+    try:
+        change(monkeypatch)
+        told = rf"run goes on with {said}: its last digits will differ .*; environment\.json says so"
+        with pytest.warns(UserWarning, match=told), pytest.raises(Stopped):
+            one_run.resume(stopped.path, dataset=dataset, progress=StopAt(1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it goes on as it did last
+            run = one_run.resume(stopped.path, dataset=dataset)
+    finally:
+        torch.set_num_threads(threads)
+    now = run.environment
+    (changed,) = now.pop("changed")
+    assert now == before and changed.pop("after_epoch") == 2
+    ((key, (was, after)),) = changed.items()
+    assert said.startswith(key) and was == before[key] and after != was
 
 
 def test_an_interrupt_within_the_first_epoch_leaves_a_run_that_goes_on(dataset, tmp_path):
@@ -285,14 +336,41 @@ def test_resuming_a_changed_config_is_refused(stopped, dataset):
     refused(stopped, dataset, r"config.yaml lacks training.patience, with which the run was begun, and may be cut off")
 
 
-def test_the_checkpoint_of_another_run_is_refused(stopped, dataset, tmp_path):
-    other = one_run.train(config(seed=1, epochs=1), tmp_path / "other", dataset=dataset)
+@pytest.fixture(scope="module")
+def others(dataset, tmp_path_factory):
+    """A run of another seed, and one of other data of equal sizes and ids under the same name."""
+    folder, frame = tmp_path_factory.mktemp("others"), frame_of(dataset)
+    swapped = Dataset.from_frame(frame.assign(item_id=frame["item_id"].to_numpy()[::-1]), name="synthetic")
+    assert (swapped.num_users, swapped.num_items) == (dataset.num_users, dataset.num_items)
+    return {
+        "seed": one_run.train(config(seed=1, epochs=1), folder / "seed", dataset=dataset),
+        "data": one_run.train(config(), folder / "data", dataset=swapped),
+    }
+
+
+@pytest.mark.parametrize("other", ["seed", "data"])
+def test_the_checkpoint_of_another_run_is_refused(stopped, dataset, others, other):
     shutil.rmtree(stopped.checkpoint)
-    shutil.copytree(other.checkpoint, stopped.checkpoint)
-    said = r"checkpoint is of another run \(seed 1\) than .*protocol.json; put its own checkpoint back"
+    shutil.copytree(others[other].checkpoint, stopped.checkpoint)
+    said = (
+        r"checkpoint is of another run \(seed \d, data set 'synthetic' with content \w{12}\) than .*protocol.json; put"
+    )
     refused(stopped, dataset, said)
     with pytest.raises(UserError, match=said):
         load_trained(stopped.path)
+
+
+@pytest.mark.parametrize("other", ["seed", "data"])
+def test_the_protocol_or_the_metrics_of_another_run_are_refused(whole, others, other, tmp_path):
+    run = RunFolder.open(shutil.copytree(whole.path, tmp_path / "run"))
+    shutil.copy(others[other].metrics_file, run.metrics_file)
+    with pytest.raises(UserError, match=r"metrics\.json is of another run than protocol\.json; put its own file back"):
+        TrainedRun.read(run.path)
+    shutil.copy(whole.metrics_file, run.metrics_file)
+    assert run.metrics == whole.metrics and load_trained(run.path)
+    shutil.copy(others[other].protocol_file, run.protocol_file)
+    with pytest.raises(UserError, match=r"of another run|was changed since the run was begun: seed is 0 and was 1"):
+        load_trained(run.path)
 
 
 def test_resuming_in_another_precision_is_refused(stopped, dataset):

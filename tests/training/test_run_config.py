@@ -291,3 +291,10 @@ def test_a_later_batch_size_takes_the_place_of_a_number_of_targets(write):
     assert (made.batch_size, made.batch_targets) == (8, None)
     assert load_run_config(file, ["batch_size=8", "batch_targets=99"]).training.batch_targets == 99
     assert load_run_config(write("training: {batch_size: 8, batch_targets: 99}")).training.batch_targets == 99
+
+
+def test_sections_of_several_files_are_put_together(tmp_path):
+    (tmp_path / "one.yaml").write_text("training: {epochs: 5, batch_size: 7}\nevaluation: {ks: [10, 20]}\n")
+    (tmp_path / "two.yaml").write_text("training: {epochs: 6}\nevaluation: {ks: [10]}\n")
+    config = load_run_config([tmp_path / "one.yaml", tmp_path / "two.yaml"])
+    assert (config.training.epochs, config.training.batch_size, config.evaluation.ks) == (6, 7, (10,))

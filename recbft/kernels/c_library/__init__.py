@@ -16,6 +16,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import stat
@@ -33,6 +34,7 @@ import torch
 from torch import Tensor
 
 from recbft.autograd.boundaries import HALVES, autocast_device
+from recbft.system.files import hold, sweep
 
 SWITCH = "RECBFT_COMPILED"
 KERNELS = Path(__file__).parents[1]
@@ -52,6 +54,7 @@ WIDE = "-mprefer-vector-width=512"  # for what the compiler turns into vectors b
 PATIENCE = 300.0  # seconds a build may take
 _WAY = ("In file included from", " ")  # begin the lines that lead to what a compiler has to say
 _ROOM = 2**24  # bytes on the cache's disk without which a build is not kept
+_BUILD = re.compile(r"build-\w{8}")  # a folder in which a build is made
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH  # that others may write
 
 
@@ -111,6 +114,8 @@ def _loaded() -> ctypes.CDLL:
     stem = f"kernels-{_key(compiler, sources)}"
     log = getLogger("recbft")
     with _cache() as folder:
+        if folder is not None:
+            sweep(folder, _BUILD)  # of processes that were killed while they built
         for built in [] if folder is None else folder.glob(f"{stem}-*.so"):
             kept = _kept(built, stem)
             if kept is not None:
@@ -150,7 +155,9 @@ def _build(compiler: list[str], sources: list[Path], folder: Path, stem: str) ->
     with (
         tempfile.TemporaryDirectory(prefix="recbft-build-") as made,  # since /proc/self is another for the compiler
         tempfile.TemporaryDirectory(dir=folder, prefix="build-") as kept,
+        _opened(kept) as held,
     ):
+        hold(held)
         compiled = [source for source in sources if source.suffix == ".c"]
         objects = [str(Path(made) / f"{source.parent.name}-{source.stem}.o") for source in compiled]
         found_in = f"-I{Path(__file__).parent}"
@@ -175,6 +182,15 @@ def _build(compiler: list[str], sources: list[Path], folder: Path, stem: str) ->
             name = _name(stem, file.read())
         shared.replace(folder / name)
     return library
+
+
+@contextmanager
+def _opened(folder: str) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _kept(built: Path, stem: str) -> ctypes.CDLL | None:

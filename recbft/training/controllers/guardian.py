@@ -176,7 +176,7 @@ def act(guarded: Sequence[RegimeAttention], action: Tensor) -> None:
 
 def validation_cross_entropy(model: SequenceModel, dataset: Dataset, *, most_users: int = 4096) -> float:
     """Equation (e) over the users of the data set, or over so many of them at equal distances."""
-    num_users = dataset.num_users
+    num_users = dataset.num_tested
     chosen = np.unique(np.linspace(0, num_users - 1, min(num_users, most_users)).astype(np.int64))
     view = view_of(dataset, "validation", chosen)
     total, first = 0.0, 0
