@@ -1,0 +1,83 @@
+"""Items that came after training: a model that reads item features lists them at once, by their content alone.
+
+Shapes: V items known in training, N new ones, F content width.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recbft.datasets.content import ItemContent
+from recbft.datasets.vocabulary import Vocabulary, shown_id
+from recbft.errors import UserError
+from recbft.models.backbone import Backbone
+
+
+class Grown(NamedTuple):
+    """A model with more items."""
+
+    model: Backbone
+    vocabulary: Vocabulary
+    counts: Tensor  # (V + N + 1,) events of each item in training, 0 for the new ones
+    num_new: int  # N
+
+
+def with_items(
+    model: Any,
+    vocabulary: Vocabulary,
+    counts: Tensor,
+    folder: Path,
+    given: Any,
+    *,
+    item: str | None = None,
+    events: Mapping[Any, int] | None = None,
+) -> Grown:
+    """The model with the items that ``given`` has and the vocabulary lacks; see ``Recommender.with_items``.
+
+    Args:
+        folder: the checkpoint of the model's run, which holds the transform of its features.
+        given: a frame, a file or several, or features.
+        item: the column with the item ids, if it is not ``item_id``.
+        events: raw id -> how many events a new item has had so far; 0 unless given.
+
+    Raises:
+        UserError: the model reads no item features; no column of it is there; a value does not fit its kind.
+    """
+    if not isinstance(model, Backbone) or model.item_belief is None:
+        raise UserError(
+            "this model knows items by their numbers alone, so it cannot list new ones; train it with item features "
+            "(Dataset.from_frame(events, items=...), or --items in a shell)"
+        )
+    transform = ItemContent.load(folder)
+    features = transform.read(given, item=item)
+    new = np.flatnonzero(vocabulary.encode(features.ids) == 0)
+    if not len(new):
+        return Grown(model, vocabulary, counts, 0)
+    chosen = features.aligned(features.ids[new])
+    content = transform.matrix(chosen)
+    unknown = ~content.known[1:]
+    if unknown.any():
+        warnings.warn(
+            f"{features.source}: {int(unknown.sum()):,} of {len(new):,} new items have no value that the model knows, "
+            f"first {shown_id(chosen.ids[unknown][0])}; they stand where an item without features does",
+            stacklevel=3,
+        )
+    ids = [vocabulary.ids, chosen.ids]
+    if any(part.dtype == object for part in ids):
+        ids = [np.array([str(one) for one in part.tolist()], dtype=object) for part in ids]
+    longer = Vocabulary(np.concatenate(ids))
+    seen = torch.zeros(len(longer) + 1, dtype=torch.int64)
+    if events is not None:
+        index = longer.encode(list(events))
+        if unknown_ids := [one for one, known in zip(events, index > len(vocabulary), strict=True) if not known]:
+            raise UserError(f"events counts {shown_id(unknown_ids[0])}, which is none of the new items")
+        seen[torch.from_numpy(index)] = torch.tensor([int(number) for number in events.values()])
+    grown = model.with_items(torch.from_numpy(content.values[1:]), seen[len(vocabulary) + 1 :])
+    return Grown(grown, longer, torch.cat([counts, counts.new_zeros(len(new))]), len(new))
