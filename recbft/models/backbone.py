@@ -115,7 +115,7 @@ class Backbone(TrainableModel):
     per_item = (
         "item_embedding.weight",
         "item_bias",
-        *(f"item_precision.{name}" for name in ("base", "credibility", "table")),
+        *(f"item_precision.{name}" for name in ("base", "credibility", "table", "known")),
         *(f"item_belief.{name}" for name in ("content", "counts", "new_item_bias")),
     )
 
@@ -159,7 +159,7 @@ class Backbone(TrainableModel):
         if core is not None:
             head_width = D // config.n_heads
             self.item_precision = ItemPrecision(
-                core, token_counts, num_items=self.num_items, hidden_size=D, head_width=head_width
+                core, token_counts, num_items=self.num_items, hidden_size=D, head_width=head_width, content=content
             )
         # The warm-up w of the precision and recency biases, as of the last optimiser step: evaluation uses it.
         self.register_buffer("ramp", torch.zeros(()))
@@ -290,6 +290,7 @@ class Backbone(TrainableModel):
         }
         if self.item_precision is not None:
             fresh["item_precision.base"] = self.item_precision.base[1 + known.indices[fewer.clamp(min=0)]]
+            fresh["item_precision.known"] = content.any(dim=1)
         V1, learned = self.num_items + 1, dict(self.named_parameters())
         for name, old in (learned | dict(self.named_buffers())).items():
             if name in self.per_item:

@@ -7,13 +7,14 @@
                                                                               credibility            (5.6)
     tau_i = 1                                                                 uniform                (5.7)
     tau_i = (c_i + nu0) / (c + nu0)                                           empirical_bayes        (5.8)
+    tau_i = ln 2 + tau_content k_i + tau_event c_i                            evidence               (5.11)
     lam  <- kappa * lam0 * lam / mu                                           prior_scale per_layer  (3.6)
     lam'' from J, the slope of the feed-forward network                                              (4.3)
     lam'' = delta lam'                                                        propagation: discount  (4.6)
     lam'' = exp(-c) lam'                                                      propagation: decay     (4.7)
 
 mu and the mean Jacobian are running means over the real training positions of earlier batches (momentum 0.99), 1 and 0
-before the first.
+before the first. k_i is 1 where the content of item i is known, and c_i counts its training events.
 
 Source: Precision Tracked Transformer (arXiv 2605.18832), sections 3.2 and 3.3; Z is the credibility factor of
 Buehlmann, ASTIN Bulletin 4 (1967): how far c_i observed events move an estimate from its prior.
@@ -94,7 +95,7 @@ class CoreConfig:
     fixed_gain: float = 0.9  # the gain of update fixed
     gate: Literal["elementwise", "headwise"] = "elementwise"  # what update gate learns a gain for
     # precision of an item before the first layer
-    initial: Literal["hybrid", "count", "table", "credibility", "uniform", "empirical_bayes"] = "count"
+    initial: Literal["hybrid", "count", "table", "credibility", "uniform", "empirical_bayes", "evidence"] = "count"
     prior_events: float = 100.0  # n0 of initial credibility: how many events its count prior is worth
     initial_gain: float = 0.9  # K0, the gain an item of full count starts with, and every gain of update gate
     prior_scale: Literal["off", "per_layer"] = "off"  # per_layer: rescaled so that each layer's gain starts at about K0
@@ -146,7 +147,7 @@ class CoreConfig:
     @property
     def starts_from_gain(self) -> bool:
         """Whether lam0, which follows from K0 and the estimator's prior, is where some precision starts."""
-        return self.initial in ("hybrid", "count", "credibility") or self.prior_scale == "per_layer"
+        return self.initial in ("hybrid", "count", "credibility", "evidence") or self.prior_scale == "per_layer"
 
 
 def check_core(core: CoreConfig, weights: str, max_length: int) -> None:
@@ -168,27 +169,46 @@ def check_core(core: CoreConfig, weights: str, max_length: int) -> None:
 
 
 class ItemPrecision(nn.Module):
-    """Precision of an item before the first layer, (5.1) or (5.4) to (5.8).
+    """Precision of an item before the first layer, (5.1), (5.4) to (5.8) or (5.11).
 
     ``token_counts`` are training events per token: 0 is padding, 1 to V are items, what follows is no item (a mask).
+    ``content`` (V + 1, F) tells where the content of an item is known.
     """
 
     base: Tensor
     credibility: Tensor
+    known: Tensor
 
     def __init__(
-        self, core: CoreConfig, token_counts: Tensor, *, num_items: int, hidden_size: int, head_width: int
+        self,
+        core: CoreConfig,
+        token_counts: Tensor,
+        *,
+        num_items: int,
+        hidden_size: int,
+        head_width: int,
+        content: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.mode, self.lam_max = core.initial, core.lam_max
-        quantiles = core.initial != "empirical_bayes"
-        base = count_quantiles(token_counts) if quantiles else _empirical_bayes(token_counts, num_items)
+        if core.initial == "empirical_bayes":
+            base = _empirical_bayes(token_counts, num_items)
+        else:
+            base = token_counts if core.initial == "evidence" else count_quantiles(token_counts)
         self.register_buffer("base", base.to(torch.get_default_dtype()))
         self.start = _first_precision(core, head_width)
         if core.initial in ("hybrid", "count", "credibility"):
             self.range = nn.Parameter(torch.tensor(self.start))
         if core.initial == "hybrid":
             self.read = nn.Sequential(nn.Linear(hidden_size, 16), nn.GELU(), nn.Linear(16, 1))
+        if core.initial == "evidence":
+            known = torch.zeros_like(self.base)
+            if content is not None:
+                known[: len(content)] = content.any(dim=1).to(known.dtype)
+            self.register_buffer("known", known)
+            mean = self.base[1 : num_items + 1].mean().clamp(min=1)
+            self.log_event = nn.Parameter((self.start / mean).log())
+            self.log_content = nn.Parameter(torch.tensor(0.0)) if content is not None else None
         if core.initial == "credibility":
             counts = token_counts.to(torch.get_default_dtype())
             self.register_buffer("credibility", counts / (counts + core.prior_events))
@@ -203,6 +223,10 @@ class ItemPrecision(nn.Module):
             tau = 1 + F.softplus(self.table[items])[..., None]
         elif self.mode == "empirical_bayes":
             tau = self.base[items][..., None]
+        elif self.mode == "evidence":
+            tau = math.log(2) + (self.log_event.exp() * self.base[items])[..., None]
+            if self.log_content is not None:
+                tau = tau + (self.log_content.exp() * self.known[items])[..., None]
         else:
             tau = (self.range * self.base[items])[..., None]
             tau = tau + (F.softplus(self.read(embedded)) if self.mode == "hybrid" else math.log(2))

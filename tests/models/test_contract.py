@@ -26,7 +26,8 @@ UPDATING: list[dict[str, Any]] = [
     {"update": "gate", "gate": "headwise"},
 ]
 PROPAGATING = [{"propagation": name} for name in ("jacobian", "discount", "decay")]
-STARTING = [{"initial": name} for name in ("hybrid", "count", "table", "credibility", "uniform", "empirical_bayes")]
+STARTS = ("hybrid", "count", "table", "credibility", "uniform", "empirical_bayes", "evidence")
+STARTING = [{"initial": name} for name in STARTS]
 # Every way to observe with every start and, in turn, every update and propagation: each pair of parts is among them.
 TOGETHER = [
     {**observe, **start, **UPDATING[(i + 2 * j) % 5], **PROPAGATING[(i + j) % 3]}
@@ -77,7 +78,8 @@ CASES: list[dict[str, Any]] = [
     {"model": "hstu", "n_heads": 1, "n_layers": 3, "core": {"sandwich_centre": "innovation", "propagation": "decay"}},
     {"model": "hstu", "arm": "matched", "absolute_positions": False},
     {"model": "hstu", **MOE, "core": {"jacobian_detach": True, "update": "gate", "gate": "headwise"}},
-    *({"model": model, "content": 5} for model in MODELS),
+    *({"model": model, "content": 5, "core": {"initial": "evidence"}} for model in MODELS),
+    {"content": 5},
     *({"arm": "matched", "content": 5, "item_vector": arm} for arm in ("id", "additive", "gate", "content")),
     {"arm": "matched", "content": 5, "content_events": 0},
     {"arm": "matched", "content": 5, "content_mean": False, "loss": "ce_unseen"},

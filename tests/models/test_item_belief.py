@@ -169,3 +169,15 @@ def test_items_that_come_later_are_as_if_they_had_been_there_without_events(lab,
             torch.testing.assert_close(tables[0].weight[1:], tables[1].weight[1:])
             torch.testing.assert_close(tables[0].bias[1:], tables[1].bias[1:])
     assert fewer.num_items == lab.V - 1 and grown.num_items == lab.V
+
+
+def test_precision_grows_with_what_is_known_of_an_item_and_with_each_event(lab):
+    counts = torch.tensor([0, 0, 0, 5, 10])
+    content = F.normalize(torch.ones(5, 3), dim=1)
+    content[[0, 2]] = 0  # nothing is known of the second item
+    model = lab.build("bft", counts=counts, content=content, core={"initial": "evidence"})
+    tau = model.item_precision(torch.arange(1, 5)[None], torch.zeros(1, 4, lab.D))[0, :, 0]
+    event, known = model.item_precision.log_event.exp(), model.item_precision.log_content.exp()
+    torch.testing.assert_close(
+        tau, math.log(2) + torch.stack([known, 0 * known, known + 5 * event, known + 10 * event])
+    )
