@@ -15,6 +15,7 @@ from recbft.datasets.batches import Batch, EpochBatches, TrainingBatches
 from recbft.mixers import MIXERS, MixerOptions, MixerSpec
 from recbft.models.backbone import BackboneConfig
 from recbft.models.bert4rec import BERT4RecConfig, bert4rec, cloze_batches
+from recbft.models.content_cosine import ContentCosineConfig, content_cosine
 from recbft.models.contract import ItemTable, SequenceModel, UserStates
 from recbft.models.feed_forward import FuzzyMoEConfig
 from recbft.models.hstu import HSTUConfig, hstu
@@ -41,6 +42,7 @@ class ModelSpec:
     arms: Mapping[str, Mapping[str, Any]]  # each arm's own defaults of the backbone's keys
     precision_arms: tuple[str, ...] = ()  # the arms that take a ``core`` section
     trainable: bool = True
+    content: str | None = None  # where its weights have the content of items, of a model that can read it
     arm_summaries: Mapping[str, str] = field(default_factory=dict)
     batches: Callable[..., EpochBatches] | None = None
     core: Mapping[str, Any] = field(default_factory=dict)  # the model's own defaults of that section
@@ -69,7 +71,7 @@ class ModelSpec:
             chosen["mixing"] = Mixing(mixer or self.mixers[0], mixing)
         if moe is not None and moe.experts:
             chosen["moe"] = moe
-        if content is not None and self.trainable:
+        if content is not None and self.content is not None:
             chosen["content"] = content
         return self.build(config, core, training_counts, seed=seed, **chosen)
 
@@ -119,11 +121,14 @@ class Popularity(nn.Module, SequenceModel):
         return ItemTable(self.counts[:, None], None)
 
 
+OF_BACKBONES = "item_belief.content"
+
 MODELS: dict[str, ModelSpec] = {
     "sasrec": ModelSpec(
         summary="causal self-attention over the user's items (Kang and McAuley, 2018), full cross-entropy",
         config=SASRecConfig,
         build=sasrec,
+        content=OF_BACKBONES,
         batches=next_item_batches,
         takes=lambda mixer: mixer.precision != "silu",
         arms={
@@ -142,6 +147,7 @@ MODELS: dict[str, ModelSpec] = {
         summary="bidirectional self-attention that finds masked items (Sun et al., 2019)",
         config=BERT4RecConfig,
         build=bert4rec,
+        content=OF_BACKBONES,
         batches=cloze_batches,
         takes=lambda mixer: mixer.precision != "silu" and mixer.both_ways,
         arms={
@@ -160,6 +166,7 @@ MODELS: dict[str, ModelSpec] = {
         summary="gated pointwise SiLU attention with relative position bias (Zhai et al., 2024)",
         config=HSTUConfig,
         build=hstu,
+        content=OF_BACKBONES,
         batches=next_item_batches,
         takes=lambda mixer: mixer is MIXERS["pointwise"],  # its layer is that mixer, whatever else is registered
         arms={
@@ -179,6 +186,14 @@ MODELS: dict[str, ModelSpec] = {
         summary="items by training count: the reference every model must beat",
         config=PopularityConfig,
         build=lambda config, core, training_counts, *, seed=0: Popularity(training_counts),
+        arms={"published": {}},
+        trainable=False,
+    ),
+    "content-cosine": ModelSpec(
+        summary="items whose content is similar to that of the user's last events",
+        config=ContentCosineConfig,
+        build=content_cosine,
+        content="content",
         arms={"published": {}},
         trainable=False,
     ),

@@ -190,14 +190,9 @@ class ItemBelief(TrainedPart):
         return self._neighbours
 
     def _latest(self, batch: Batch, at: Tensor) -> tuple[Tensor, Tensor]:
-        """The events up to each token, the latest first, and rho^l: (N, L) each; what is no item is 0."""
         assert self.decay_logit is not None
-        lag = torch.arange(self.num_events, device=at.device)
-        there = lag <= batch.position.flatten()[at][:, None]
-        items = batch.items.flatten()[(at[:, None] - lag).clamp(min=0)]
-        there &= items < len(self.content)  # a mask is no item
         rho = torch.sigmoid(CAUTION * self.decay_logit)
-        return items * there, rho ** lag.to(rho.dtype) * there
+        return latest_events(batch, at, rho, number=self.num_events, num_items=len(self.content) - 1)
 
     def _apply(self, fn: Any, recurse: bool = True) -> ItemBelief:
         self._neighbours = None
@@ -209,10 +204,23 @@ class ItemBelief(TrainedPart):
         super()._load_from_state_dict(*arguments, **named)
 
 
+def latest_events(batch: Batch, at: Tensor, rho: Tensor, *, number: int, num_items: int) -> tuple[Tensor, Tensor]:
+    """The events of (6.15) up to each token, the latest first, and rho^l: (N, L) each; what is no item is 0."""
+    lag = torch.arange(number, device=at.device)
+    there = lag <= batch.position.flatten()[at][:, None]
+    items = batch.items.flatten()[(at[:, None] - lag).clamp(min=0)]
+    there &= items <= num_items  # a mask is no item
+    return items * there, rho ** lag.to(rho.dtype) * there
+
+
 def check_items(config: BackboneConfig, content: Tensor | None) -> None:
     """Refuse arms that need features where there are none."""
     if content is None and config.item_vector not in (None, "id"):
-        raise UserError(
-            f"item_vector is {config.item_vector!r}, but the data has no item features; give them (data.items, or "
-            "--items in a shell), or leave item_vector out"
-        )
+        raise without_features(f"item_vector is {config.item_vector!r}", "leave item_vector out")
+
+
+def without_features(asked: str, instead: str) -> UserError:
+    """What to say where item features are asked for and there are none."""
+    return UserError(
+        f"{asked}, but the data has no item features; give them (data.items, or --items in a shell), or {instead}"
+    )

@@ -16,7 +16,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from recbft.config.fields import by_setting, to_dict
 from recbft.config.yaml_text import read_yaml
@@ -35,7 +35,6 @@ from recbft.system.torch_state import set_aside
 from recbft.training.process_settings import OwnRandomNumbers
 from recbft.training.run_config import RunConfig, run_config_of
 
-CONTENT = "item_belief.content"  # among the weights: what is known of each item
 VOCABULARY_FILE = "vocabulary.parquet"
 OF_THE_MODEL = ("model", "arm", "mixer", "backbone", "mixing", "moe", "core")  # of a configuration
 
@@ -56,7 +55,8 @@ def write_vocabulary(folder: Path, dataset: Dataset, content: ItemContent | None
 
 def item_content(config: RunConfig, dataset: Dataset) -> ItemContent | None:
     """The transform of item features that a model reads, fitted on training; None where it reads none."""
-    if dataset.features is None or not MODELS[config.model].trainable or config.backbone.item_vector == "id":
+    own = getattr(config.backbone, "item_vector", None)
+    if dataset.features is None or MODELS[config.model].content is None or own == "id":
         return None
     how = ContentConfig(width=config.backbone.content_width)
     return ItemContent.fit(dataset.features, dataset.training_counts, how)
@@ -80,7 +80,7 @@ def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn
     check_checkpoint(run, state)
     weights = checkpoint.load_best(run.checkpoint)
     with set_aside(), OwnRandomNumbers(parameters=False):
-        model = config.build(counts, weights.get(CONTENT))
+        model = model_for(config, counts, weights)
     try:
         model.load_state_dict(weights)
     except RuntimeError:
@@ -90,6 +90,12 @@ def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn
         ) from None
     model.eval()
     return run, config, Vocabulary(ids), model
+
+
+def model_for(config: RunConfig, training_counts: Tensor, weights: Mapping[str, Tensor]) -> nn.Module:
+    """The model of a configuration with room for its weights, which say how wide the content of items is."""
+    content = MODELS[config.model].content
+    return config.build(training_counts, None if content is None else weights.get(content))
 
 
 def own_config(run: RunFolder, *, to_train: bool = False) -> RunConfig:
