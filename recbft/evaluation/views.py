@@ -19,7 +19,6 @@ from torch import nn
 from recbft.datasets.batches import HISTORIES_PER_BATCH, Batch
 from recbft.datasets.dataset import Dataset, View, leave_one_out
 from recbft.errors import UserError
-from recbft.evaluation.trace import blocks_of
 from recbft.models.contract import SequenceModel, read_histories
 from recbft.system.torch_state import set_aside
 
@@ -82,7 +81,8 @@ def histories_at_once(model: SequenceModel, device: torch.device, lengths: IntAr
     """
     if device.type == "cpu":
         return HISTORIES_PER_BATCH
-    if any(block.mixer.by_coordinate for block in blocks_of(model)):
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    if any(getattr(module, "by_coordinate", False) for module in modules):
         return HISTORIES_PER_BATCH
     tokens = np.minimum(lengths, model.max_length)
     pieces = max(1, -(-int(tokens.sum()) // TOKENS_PER_GPU_BATCH))
