@@ -22,10 +22,10 @@ from typer.core import TyperGroup
 from recbft.errors import OneProcessError, RunError, UserError, shortened
 from recbft.system.memory import keep_freed_memory
 from recbft.system.torchrun import this_process
-from recbft_cli import compare, data, evaluate, probe, recommend, report, sweep, train, tune
+from recbft_cli import compare, data, evaluate, join, probe, recommend, report, sweep, train, tune
 from recbft_cli.terminal import visible
 
-_ORDER = "train evaluate recommend compare report stratify probe sweep tune data models"
+_ORDER = "train join evaluate recommend compare report stratify probe sweep tune data models"
 
 
 class _InOrder(TyperGroup):
@@ -46,6 +46,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train", epilog=train.EXAMPLES)(train.train)
+app.command("join", epilog=join.EXAMPLES)(join.join)
 app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("recommend", epilog=recommend.EXAMPLES)(recommend.recommend)
 app.command("compare", epilog=compare.EXAMPLES)(compare.compare)

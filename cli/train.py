@@ -128,7 +128,7 @@ def train(
         )
         run = _train(run_config, Path("runs") if out is None else out, name, overwrite, quiet)
     if this_process().leads:
-        _print_results(run)
+        print_results(run)
 
 
 def _train(config: RunConfig, out: Path, name: str | None, overwrite: bool, quiet: bool) -> RunFolder:
@@ -136,8 +136,7 @@ def _train(config: RunConfig, out: Path, name: str | None, overwrite: bool, quie
     from recbft.datasets.statistics import remarks
     from recbft.training.one_run import run_name, train
 
-    if name is not None and (name in ("", "..") or Path(name).name != name):
-        raise UserError(f"--name is {name!r}; give the name of one folder, and with --out the folder that it lies in")
+    check_name(name)
     config = replace(config, data=config.data.resolved())
     dataset = config.data.load()
     if not quiet:
@@ -146,6 +145,12 @@ def _train(config: RunConfig, out: Path, name: str | None, overwrite: bool, quie
     path = out / (name or run_name(config, dataset.name))
     progress = progress_for(config.training.valid_metric, quiet=quiet, opening=f"training into {path}")
     return train(config, path, dataset=dataset, progress=progress, overwrite=overwrite)
+
+
+def check_name(name: str | None) -> None:
+    """Refuse a --name that is not the name of one folder."""
+    if name is not None and (name in ("", "..") or Path(name).name != name):
+        raise UserError(f"--name is {name!r}; give the name of one folder, and with --out the folder that it lies in")
 
 
 def _resume(path: Path, dataset: str | None, data_root: str | None, quiet: bool) -> RunFolder:
@@ -157,7 +162,7 @@ def _resume(path: Path, dataset: str | None, data_root: str | None, quiet: bool)
     return resume(path, data_root=data_root, dataset=dataset, progress=progress_for(metric, quiet=quiet))
 
 
-def _print_results(run: RunFolder) -> None:
+def print_results(run: RunFolder) -> None:
     """Print the test metrics of a finished run in both settings, with the protocol and the folder."""
     from recbft.comparing.finished_runs import read_per_user
     from recbft.reporting.run_tables import format_exposure, format_metrics

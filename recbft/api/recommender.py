@@ -45,6 +45,8 @@ from recbft.system.files import new_folder, user_path
 from recbft.system.torch_state import one_thread_if_forked
 from recbft.training import one_run
 from recbft.training.build import run_protocol
+from recbft.training.join import By
+from recbft.training.join import join as join_runs
 from recbft.training.process_team import join_team
 from recbft.training.progress import Progress
 from recbft.training.run_config import RunConfig, load_run_config
@@ -159,6 +161,42 @@ class Recommender:
         with python_errors(user_path(path), dataset):
             one_run.resume(path, data_root=data_root, dataset=dataset, progress=progress)
         return cls.load(path, data_root=data_root)
+
+    @classmethod
+    def join(
+        cls,
+        first: Recommender | str | Path,
+        second: Recommender | str | Path,
+        *,
+        by: By = "count",
+        dataset: Dataset | None = None,
+        out: str | Path | None = None,
+        data_root: str | Path | None = None,
+        progress: Progress | None = None,
+    ) -> Recommender:
+        """The recommender whose scores are those of two others, weighed by how often an item occurs in training.
+
+        Weights are fitted on validation targets; ``run.protocol["joined"]`` has them.
+
+        Args:
+            first, second: fitted recommenders of the same data, or the folders of finished runs.
+            by: "count" for weights by the item's training count, "none" for one pair for all items.
+            dataset: their data; looked for by the name that the runs have unless given.
+            out, progress: as in ``fit``.
+            data_root: the folder of data sets to look in.
+
+        Raises:
+            UserError: a run is not finished, the two are one or have other data, or the folder is taken.
+        """
+        _check_dataset(dataset)
+        paths = [each._own_run().path if isinstance(each, Recommender) else each for each in (first, second)]
+        with fitted_folder(out) as place:
+            path = free_folder(place.path, dataset)
+            how: dict[str, Any] = {"by": by, "dataset": dataset, "data_root": data_root, "progress": progress}
+            run = join_runs(paths[0], paths[1], path, **how)
+            made = cls.load(run.path, data_root=data_root)
+            place.go_with(made.run)
+        return made
 
     def evaluate(self, dataset: Dataset | None = None, part: Literal["validation", "test"] = "test") -> Evaluation:
         """Full-ranking metrics and ranks on a part of a data set with the vocabulary this model was trained with.

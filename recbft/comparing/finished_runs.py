@@ -181,9 +181,7 @@ def config_of(runs: Sequence[Run]) -> dict[str, Any]:
 
 def own_settings(runs: Sequence[Run]) -> dict[str, Any]:
     """The settings of an arm's runs that are not its defaults, by their full names."""
-    config = runs[0].config
-    default = by_setting(_identifying(to_dict(load_run_config(model=config["model"], arm=config["arm"]))))
-    return {key: value for key, value in by_setting(_of_arm(runs)).items() if default.get(key) != value}
+    return _own(_of_arm(runs))
 
 
 def arm_name(name: str, settings: Mapping[str, Any]) -> str:
@@ -192,8 +190,23 @@ def arm_name(name: str, settings: Mapping[str, Any]) -> str:
     if own.get("backbone.recency_decay") is True:
         del own["backbone.recency_decay"]
         name += "+recency"
-    listed = ",".join(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in own.items())
+    listed = ",".join(f"{key}={_written(value)}" for key, value in own.items())
     return f"{name}[{listed}]" if listed else name
+
+
+def _own(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a configuration that are not those of its model and arm."""
+    default = by_setting(_identifying(to_dict(load_run_config(model=config["model"], arm=config["arm"]))))
+    return {key: value for key, value in by_setting(dict(config)).items() if default.get(key) != value}
+
+
+def _written(value: Any) -> str:
+    """A setting's value in a name; a model that is joined by its own name."""
+    if isinstance(value, Mapping) and "model" in value:
+        said_by_mixer = _mixer_defaults(value)
+        own = {key: each for key, each in _own(value).items() if (key, each) not in said_by_mixer}
+        return arm_name(f"{value['model']}/{value['arm']}", own)
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _column(run: Run, column: str) -> NDArray[Any]:

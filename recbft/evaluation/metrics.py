@@ -202,7 +202,7 @@ def headline_setting(filter_seen: bool) -> str:
 
 
 def protocol_lines(protocol: Mapping[str, Any]) -> list[str]:
-    """The protocol as two lines of text, and a third where training began from older weights."""
+    """The protocol as two lines of text, and a third where a model began from older weights or was joined of two."""
     p = protocol
     headline = SETTINGS[headline_setting(p["filter_seen"])]
     model = " ".join(str(p["config"][key]) for key in ("model", "arm") if p["config"].get(key))
@@ -213,6 +213,7 @@ def protocol_lines(protocol: Mapping[str, Any]) -> list[str]:
         f"(filter_seen {str(p['filter_seen']).lower()}), max length {p['max_length']}, seed {p['seed']}, "
         f"recbft {p['recbft_version']}, {model + ', ' if model else ''}config {config_hash(p['config'])[:12]}",
         *([f"begun from {begun_from(p)}"] if p.get("begun_from") else []),
+        *([f"joined from {joined_from(p)}"] if p.get("joined") else []),
     ]
 
 
@@ -229,3 +230,10 @@ def begun_from(protocol: Mapping[str, Any]) -> str:
         f"{older['kept']:g} of the weights of {older['run']} ({older['weights'][:12]}, trained on content "
         f"{older['content_hash'][:12]}), which knew {older['known_items']:,} of the {protocol['items']:,} items"
     )
+
+
+def joined_from(protocol: Mapping[str, Any]) -> str:
+    """The runs of a protocol that a join was made of, in words."""
+    joined = protocol["joined"]
+    runs = " and ".join(f"{each['run']} ({each['weights'][:12]})" for each in joined["runs"])
+    return f"{runs}, weights by {joined['targets']:,} validation targets"

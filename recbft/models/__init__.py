@@ -19,6 +19,7 @@ from recbft.models.content_cosine import ContentCosineConfig, content_cosine
 from recbft.models.contract import ItemTable, SequenceModel, UserStates
 from recbft.models.feed_forward import FuzzyMoEConfig
 from recbft.models.hstu import HSTUConfig, hstu
+from recbft.models.join import JoinConfig, not_from_scratch
 from recbft.models.layers import Mixing
 from recbft.models.losses import LOSSES
 from recbft.models.precision_channel import CoreConfig
@@ -196,6 +197,17 @@ MODELS: dict[str, ModelSpec] = {
         content="content",
         arms={"published": {}},
         trainable=False,
+    ),
+    "join": ModelSpec(
+        summary="two finished runs, their scores weighed by the item's training count: `recbft join`",
+        config=JoinConfig,
+        build=not_from_scratch,
+        arms={"by_count": {}, "one_weight": {"by_count": False}},
+        trainable=False,
+        arm_summaries={
+            "by_count": "two weights for each of six bins of the training count",
+            "one_weight": "two weights for all items",
+        },
     ),
 }
 

@@ -42,6 +42,26 @@ def format_exposure(found: Mapping[str, Mapping[str, float]], targets: float, pr
     return f"{table}\nlists of {some}, drawn from a fixed seed" if some else table
 
 
+def format_join(joined: Mapping[str, Any]) -> str:
+    """The weights of a join as a table for a terminal, and which of them were fitted elsewhere.
+
+    Args:
+        joined: the entry of a run's protocol.
+    """
+    names = [f"{number} ({each['model']} {each['arm']})" for number, each in enumerate(joined["runs"], start=1)]
+    rows = [
+        [row["bin"], f"{row['items']:,}", f"{row['targets']:,}", f"{row['first']:.3g}", f"{row['second']:.3g}"]
+        for row in joined["bins"]
+    ]
+    lines = [text_table(["training count", "items", "targets", *(f"weight of {name}" for name in names)], rows)]
+    lines += [
+        f"{row['bin']}: no target to fit on, so the weights of {row['weights_of']}"
+        for row in joined["bins"]
+        if row["weights_of"] != row["bin"]
+    ]
+    return "\n".join(lines)
+
+
 def usual_cutoff(found: Mapping[str, float]) -> int:
     """The k of a table of ``exposure``: 10 where it was measured, else the largest."""
     ks = [int(name.partition("@")[2]) for name in found]

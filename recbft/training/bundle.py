@@ -27,6 +27,7 @@ from recbft.errors import UserError
 from recbft.evaluation.metrics import config_hash
 from recbft.mixers import MIXERS
 from recbft.models import MODELS
+from recbft.models.join import Join
 from recbft.runs import checkpoint
 from recbft.runs.checkpoint import TrainState, vocabulary_hash
 from recbft.runs.folder import RunFolder
@@ -94,6 +95,12 @@ def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn
 
 def model_for(config: RunConfig, training_counts: Tensor, weights: Mapping[str, Tensor]) -> nn.Module:
     """The model of a configuration with room for its weights, which say how wide the content of items is."""
+    parts: list[Any] = []
+    for name, part in config.parts.items():
+        own = {key.removeprefix(f"{name}."): each for key, each in weights.items() if key.startswith(f"{name}.")}
+        parts.append(model_for(part, training_counts, own))
+    if parts:
+        return Join(parts[0], parts[1], training_counts, by_count=config.backbone.by_count)
     content = MODELS[config.model].content
     return config.build(training_counts, None if content is None else weights.get(content))
 

@@ -18,7 +18,16 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from recbft.config.fields import Verbatim, check_choice, check_range, convert, field_types, from_dict, to_dict
+from recbft.config.fields import (
+    Verbatim,
+    check_choice,
+    check_range,
+    convert,
+    field_types,
+    from_dict,
+    to_dict,
+    verbatim,
+)
 from recbft.config.recbole_yaml import MODELS as RECBOLE_MODELS
 from recbft.config.recbole_yaml import from_recbole, is_recbole, lacking, written
 from recbft.config.yaml_text import parse_setting, place, read_yaml, to_yaml
@@ -29,6 +38,7 @@ from recbft.evaluation.metrics import METRIC, EvaluationConfig, cutoff
 from recbft.mixers import MIXERS, MixerOptions
 from recbft.models import MODELS
 from recbft.models.feed_forward import FuzzyMoEConfig
+from recbft.models.join import PARTS, JoinConfig
 from recbft.models.precision_channel import CoreConfig
 from recbft.training.controllers import ControllersConfig
 
@@ -149,6 +159,13 @@ class RunConfig:
         if getattr(self.backbone, "time_bias", False):
             return "backbone.time_bias"
         return "mixing.time" if getattr(self.mixing, "time", False) else None
+
+    @property
+    def parts(self) -> dict[str, RunConfig]:
+        """The configurations of the models that a join is made of, by their names in it; none of any other model."""
+        if not isinstance(self.backbone, JoinConfig):
+            return {}
+        return {name: run_config_of({}, None, (), verbatim(getattr(self.backbone, name))) for name in PARTS}
 
     def build(self, training_counts: Tensor, content: Tensor | None = None) -> nn.Module:
         """The untrained model.

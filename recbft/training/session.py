@@ -9,17 +9,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pandas as pd
 import torch
 
 from recbft.datasets import Dataset
 from recbft.errors import RunInterruptedError, UserError
 from recbft.evaluation.evaluate import Evaluation, evaluate
-from recbft.evaluation.metrics import begun_from
+from recbft.evaluation.metrics import EvaluationConfig, begun_from
 from recbft.evaluation.new_items import fit_new_item_bias
 from recbft.evaluation.probability import calibrations
 from recbft.evaluation.views import Part
 from recbft.models.backbone import Backbone
-from recbft.models.contract import TrainableModel
+from recbft.models.contract import SequenceModel, TrainableModel
 from recbft.runs import checkpoint
 from recbft.runs.checkpoint import Loaded, TrainState
 from recbft.runs.environment import digits_from
@@ -204,7 +205,7 @@ class Session:
         self._save(best=best)
         self.progress.note(f"{said}, and are kept")
 
-    def _evaluate(self, part: Part, *, lists: bool = False) -> Evaluation:
+    def _evaluate(self, part: Part) -> Evaluation:
         if isinstance(self.model, TrainableModel):
             self.model.refresh()
         settings = self.config.evaluation
@@ -216,7 +217,6 @@ class Session:
             ks=settings.ks,
             memory_mb=settings.memory_mb,
             sharing=self.team,
-            lists=lists,
         )
 
     def keep(self, row: Row, best: bool) -> None:
@@ -258,22 +258,34 @@ class Session:
         self.background.wait()
         self.progress.note("ranking each user's validation and test item")  # minutes where users and items are many
         self.model.load_state_dict(self.team.first_does(lambda: checkpoint.load_best(self.run.checkpoint)))
-        validation, test = self._evaluate("validation"), self._evaluate("test", lists=True)
-        memory_mb = self.config.evaluation.memory_mb
-        metrics = {
-            "filter_seen": self.config.evaluation.filter_seen,
-            "test": test.metrics,
-            "validation": validation.metrics,
-            "exposure": test.exposure,
-            "probability": self.team.first_does(
-                lambda: calibrations(self.model, self.dataset, memory_mb=memory_mb)  # type: ignore[arg-type]
-            ),
+        if isinstance(self.model, TrainableModel):
+            self.model.refresh()
+        metrics, ranks = results(self.model, self.dataset, self.config.evaluation, self.team)  # type: ignore[arg-type]
+        metrics |= {
             "best_epoch": self.state.best_epoch,
             "epochs": self.state.epoch,
             "steps": self.state.step,
             "training_seconds": round(sum(float(row["seconds"]) for row in self.rows), 3),
         }
-        self.team.first_does(lambda: self.run.finish(metrics, test.per_user))
+        self.team.first_does(lambda: self.run.finish(metrics, ranks))
+
+
+def results(
+    model: SequenceModel, dataset: Dataset, settings: EvaluationConfig, team: Team
+) -> tuple[dict[str, Any], pd.DataFrame]:
+    """What ``metrics.json`` has of a finished model's validation and test, and the ranks of its test."""
+    how: dict[str, Any] = {"filter_seen": settings.filter_seen, "ks": settings.ks, "memory_mb": settings.memory_mb}
+    validation = evaluate(model, dataset, "validation", sharing=team, **how)
+    test = evaluate(model, dataset, "test", sharing=team, lists=True, **how)
+    probability = team.first_does(lambda: calibrations(model, dataset, memory_mb=settings.memory_mb))
+    metrics = {
+        "filter_seen": settings.filter_seen,
+        "test": test.metrics,
+        "validation": validation.metrics,
+        "exposure": test.exposure,
+        "probability": probability,
+    }
+    return metrics, test.per_user
 
 
 class Background:

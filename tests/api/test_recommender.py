@@ -23,7 +23,7 @@ from torch import nn
 
 from recbft import Dataset, Recommender
 from recbft.config import yaml_text
-from recbft.datasets import Preparation
+from recbft.datasets import ItemFeatures, Preparation
 from recbft.datasets.planted import synthetic_dataset
 from recbft.datasets.synth import SyntheticConfig
 from recbft.errors import RunError, UserError
@@ -220,6 +220,35 @@ def test_a_run_that_was_not_calibrated_gives_lists_without_probabilities(fitted,
     old = Recommender.load(tmp_path / "old")
     table = old.recommend(histories_of(dataset), 2)
     assert old.calibration() is None and table["probability"].isna().all() and len(table)
+
+
+def test_two_recommenders_are_joined_and_the_join_outlives_them(fitted, dataset, tmp_path):
+    words = [f"w{n % 5} v{n % 3}" for n in range(dataset.num_items)]
+    features = ItemFeatures.from_frame(pd.DataFrame({"item_id": dataset.item_ids, "words": words}))
+    content = Recommender("content-cosine").fit(dataset.with_features(features))
+    joined = Recommender.join(fitted["bft"], content, dataset=dataset)
+    content.save(tmp_path / "content")
+    again = Recommender.join(fitted["bft"].run.path, tmp_path / "content", dataset=dataset, by="count")
+    del content
+    gc.collect()
+    for part in ("validation", "test"):
+        found = joined.evaluate(dataset, part)
+        assert found.metrics == joined.run.metrics[part] == again.run.metrics[part] and len(found.precision)
+    histories = histories_of(dataset)
+    table = joined.recommend(histories, 3)
+    users, items = joined.user_vectors(histories), joined.item_vectors()
+    scores = users.vectors @ items.vectors.T
+    rows = pd.Index(users.users).get_indexer(table["user"]), pd.Index(items.items).get_indexer(table["item"])
+    np.testing.assert_allclose(table["score"], scores[rows], rtol=1e-4)
+    assert (
+        table["probability"].between(0, 1).all() and joined.explain(next(iter(histories.values())), k=1).shape[1] == 6
+    )
+    own = joined.probe(dataset, users=20, samples=10)["uncertainty"]
+    assert "precision" in own["confidences"]
+    with pytest.raises(UserError, match=r"holds a finished run.*in Python: Recommender.load"):
+        Recommender.join(fitted["bft"], tmp_path / "content", dataset=dataset, out=tmp_path / "content")
+    with pytest.raises(UserError, match="are the same model"):
+        Recommender.join(fitted["bft"], fitted["bft"], dataset=dataset)
 
 
 def test_ids_keep_the_type_of_the_training_data():

@@ -25,6 +25,7 @@ from recbft.experiments.plan import leaves, parse_arms
 from recbft.mixers import MIXERS
 from recbft.runs.folder import RunFolder
 from recbft.system.files import write_json
+from recbft.training.join import join
 from recbft.training.one_run import train
 from recbft.training.run_config import load_run_config
 from tests.experiments.conftest import SMALL, runs_in
@@ -595,6 +596,24 @@ def test_popularity_is_not_told_apart_over_seeds_from_ranks_that_are_alike_in_al
     assert sds[0] is sds[2] is shown[0] is None and sds[1] > 0 and shown[1] > 0
     mixed = comparison_of([*runs, *runs_in(trained)])
     assert next(iter(mixed.arms)) == "pop/published" and mixed.baseline == "sasrec/matched"
+
+
+def test_joins_are_arms_over_seeds_named_by_what_they_are_made_of_where_they_differ(events, trained, tmp_path):
+    popular = train(load_run_config(model="pop", dataset=str(events), time="timestamp", device="cpu"), tmp_path / "pop")
+    made = {
+        (arm, run.name): join(run, popular.path, tmp_path / f"{arm}-{run.name}", by="none").path
+        for arm in ("bft", "matched")
+        for run in runs_in(trained, arm)[:2]
+    }
+    alone = [path for (arm, _), path in made.items() if arm == "bft"]
+    found = comparison_of([*alone, *runs_in(trained)[:2], *runs_in(trained, "matched")[:2]])
+    assert list(found.arms) == ["join/one_weight", "sasrec/bft", "sasrec/matched"] and found.seeds == (0, 1)
+    both = comparison_of([*made.values(), *runs_in(trained, "matched")[:2]])
+    own = "[backbone.hidden_size=8,backbone.max_length=10]"
+    assert list(both.arms) == [
+        f"join/one_weight[backbone.first=sasrec/bft{own}]", f"join/one_weight[backbone.first=sasrec/matched{own}]",
+        "sasrec/matched",
+    ]  # fmt: skip
 
 
 def test_a_file_of_ranks_may_be_the_baseline_where_something_varies_over_seeds(trained, tmp_path):

@@ -1,0 +1,126 @@
+"""The weights of a join: the likelihood's maximum, what is left out of it, and bins without targets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+
+from recbft.errors import UserError
+from recbft.evaluation import join_weights
+from recbft.evaluation.join_weights import fit_join, fit_weights
+from recbft.models.contract import ItemTable
+from recbft.models.join import Join
+
+N, V, G = 60, 15, 3
+
+
+def drawn(seed, *, biased=True):
+    """Two models' states and tables, bins, targets drawn from a join of them, and what users have seen."""
+    rng = np.random.default_rng(seed)
+    bins = np.concatenate([[0], rng.permutation(np.arange(V) % G)])
+    models = []
+    for width in (4, 3):
+        states, weight = (
+            torch.from_numpy(rng.normal(size=(N, width))),
+            torch.from_numpy(rng.normal(size=(V + 1, width))),
+        )
+        bias = torch.from_numpy(rng.normal(size=V + 1)) if biased and width == 4 else None
+        models.append((states, ItemTable(weight, bias)))
+    seen = np.stack([rng.permutation(np.arange(1, V + 1))[:4] for _ in range(N)])
+    true = rng.normal(size=(G, 2))
+    s = sum(true[bins[1:], n] * dense(*model) for n, model in enumerate(models))
+    s[np.arange(N)[:, None], seen - 1] = -np.inf
+    targets = (s + rng.gumbel(size=s.shape)).argmax(axis=1) + 1
+    return models, bins, targets, (seen.ravel(), np.arange(N + 1) * 4)
+
+
+def dense(states, table):
+    scores = states @ table.weight[1:].T
+    return (scores if table.bias is None else scores + table.bias[1:]).numpy()
+
+
+def log_likelihood(weights, models, bins, targets, seen):
+    """Equation (2) per target, written out."""
+    own = np.asarray(weights).reshape(-1, 2)[bins[1:]]
+    s = own[:, 0] * dense(*models[0]) + own[:, 1] * dense(*models[1])
+    s[np.repeat(np.arange(N), np.diff(seen[1])), seen[0] - 1] = -np.inf
+    return (s[np.arange(N), targets - 1] - np.logaddexp.reduce(s, axis=1)).mean()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("memory_mb", [256.0, 0.01])
+def test_the_weights_are_those_of_the_largest_likelihood(seed, memory_mb):
+    models, bins, targets, seen = drawn(seed)
+    found = fit_weights(*models, bins, G, targets, seen, memory_mb=memory_mb)
+    best = minimize(lambda w: -log_likelihood(w, models, bins, targets, seen), np.zeros(2 * G), tol=1e-10)
+    np.testing.assert_allclose(found.weights.ravel(), best.x, atol=2e-3)
+    assert found.log_likelihood == pytest.approx(-best.fun, abs=1e-6)
+    assert found.targets.tolist() == np.bincount(bins[targets], minlength=G).tolist()
+    assert found.source.tolist() == list(range(G))
+    for weights, alone in (([1, 0], found.alone[0]), ([0, 1], found.alone[1])):
+        assert alone == pytest.approx(log_likelihood(weights * G, models, bins, targets, seen))
+        assert found.log_likelihood >= alone
+
+
+def test_one_bin_has_one_pair_of_weights_and_is_no_more_likely():
+    models, bins, targets, seen = drawn(0)
+    one = fit_weights(*models, np.zeros_like(bins), 1, targets, seen)
+    assert one.weights.shape == (1, 2)
+    assert max(one.alone) <= one.log_likelihood <= fit_weights(*models, bins, G, targets, seen).log_likelihood
+
+
+@pytest.mark.parametrize(("empty", "source"), [((0,), [1, 1, 2]), ((0, 1), [2, 2, 2]), ((2,), [0, 1, 1])])
+def test_a_bin_without_targets_takes_the_weights_of_the_next_that_has_some(empty, source):
+    models, bins, targets, seen = drawn(1)
+    have = ~np.isin(bins[targets], empty)
+    states = [(own[torch.from_numpy(have)], table) for own, table in models]
+    rows = np.flatnonzero(have)
+    own = seen[0].reshape(N, -1)[rows].ravel(), np.arange(len(rows) + 1) * 4
+    found = fit_weights(*states, bins, G, targets[have], own)
+    assert found.source.tolist() == source and found.targets[list(empty)].tolist() == [0] * len(empty)
+    np.testing.assert_array_equal(found.weights, found.weights[source])
+    merged = fit_weights(*states, np.asarray(source)[bins], G, targets[have], own)
+    np.testing.assert_allclose(found.weights, merged.weights[source])
+
+
+def test_scores_that_say_nothing_get_no_weight_and_large_ones_a_small_one():
+    models, bins, targets, seen = drawn(2, biased=False)
+    (states, table), (other, weight) = models
+    silent = fit_weights((states, table), (0 * other, weight), bins, G, targets, seen)
+    assert not silent.weights[:, 1].any()
+    usual, scaled = (fit_weights((factor * states, table), models[1], bins, G, targets, seen) for factor in (1.0, 1e4))
+    np.testing.assert_allclose(scaled.weights * [1e4, 1], usual.weights, rtol=1e-3)
+
+
+def test_targets_that_scores_always_foresee_end_the_fit():
+    states = torch.eye(V, dtype=torch.float64)[: V - 1]
+    table = ItemTable(torch.cat([torch.zeros(1, V), torch.eye(V)]).double(), None)
+    targets, seen = np.arange(1, V), (np.empty(0, np.int64), np.zeros(V, np.int64))
+    found = fit_weights((states, table), (states, table), np.zeros(V + 1, np.int64), 1, targets, seen)
+    assert found.log_likelihood > -1e-4 and np.isfinite(found.weights).all()
+
+
+def test_users_who_have_seen_their_target_are_left_out(lab, monkeypatch):
+    first, second = (lab.make_model(lab.dataset, arm="matched", seed=seed) for seed in (0, 1))
+    model = Join(first, second, torch.from_numpy(lab.dataset.training_counts), by_count=True).double()
+    before = model.weights.clone()
+    found = fit_join(model, lab.dataset)
+    split = lab.dataset
+    ends = split.offsets[1:] - 2
+    new = [split.items[stop] not in split.items[start:stop] for start, stop in zip(split.offsets, ends, strict=False)]
+    assert found.targets.sum() == sum(new) < split.num_users
+    assert found.log_likelihood >= max(found.alone) and torch.equal(model.weights, before)
+    monkeypatch.setattr(join_weights, "FITTED_USERS", 5)
+    monkeypatch.setattr(join_weights, "FITTED_SCORES", 0)
+    few, again = fit_join(model, lab.dataset), fit_join(model, lab.dataset)
+    assert few.targets.sum() == 5 and np.array_equal(few.weights, again.weights)
+
+
+def test_data_whose_users_always_repeat_themselves_are_refused(lab):
+    dataset = lab.make_dataset(num_items=1)
+    first, second = (lab.make_model(dataset, arm="matched", seed=seed) for seed in (0, 1))
+    model = Join(first, second, torch.from_numpy(dataset.training_counts), by_count=False)
+    with pytest.raises(UserError, match="every validation target of data set 'tiny' is an item that its user has seen"):
+        fit_join(model, dataset)
