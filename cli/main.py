@@ -82,7 +82,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _replace_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that the terminal cannot show must not end a command
         sys.stdout.reconfigure(errors="backslashreplace")
-    _spin_less()
     keep_freed_memory()
     try:
         with warnings.catch_warnings():
@@ -113,16 +112,6 @@ def _replace_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  open as long as the process
-
-
-def _spin_less() -> None:
-    """Let idle OpenMP threads sleep soon; must come before torch is imported.
-
-    They spin for milliseconds by default. Where another program takes a core, that made an epoch of 0.1 s last up to
-    30 s (2 cores); with this count it lasted below 1 s, and no longer than before on a quiet machine.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
 def _ending(error: BaseException) -> tuple[str, int]:
