@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from recbft.datasets import Dataset
 from recbft.datasets.events import check_unit, in_unit
 from recbft.datasets.vocabulary import Vocabulary
@@ -37,6 +39,7 @@ class TrainedRun(NamedTuple):
     config: RunConfig
     model: Any  # a module that is a ``SequenceModel``
     vocabulary: Vocabulary
+    counts: Tensor  # (V + 1,) events of each item in training, index 0 padding
     weights: str | None  # the SHA-256 of their file
     protocol: dict[str, Any]  # the folder may go before this object does
     calibrations: dict[bool, Calibration | None]  # by filter_seen
@@ -48,9 +51,9 @@ class TrainedRun(NamedTuple):
         run = RunFolder(RunFolder.open(path).path.resolve())
         # Before they are read: those that a training puts there meanwhile are not taken for them.
         weights = checkpoint.best_digest(run.checkpoint)
-        run, config, vocabulary, model = load_trained(run.path)
+        run, config, vocabulary, counts, model = load_trained(run.path)
         calibrations = {filter_seen: run.calibration(filter_seen=filter_seen) for filter_seen in (False, True)}
-        return cls(run, config, model, vocabulary, weights, run.protocol, calibrations)
+        return cls(run, config, model, vocabulary, counts, weights, run.protocol, calibrations)
 
     @property
     def time_unit(self) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -49,8 +49,18 @@ def write_vocabulary(folder: Path, dataset: Dataset) -> None:
         write_parquet(path, pd.DataFrame({"item_id": dataset.item_ids, "training_count": dataset.training_counts[1:]}))
 
 
-def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn.Module]:
-    """A trained model with its best weights, in evaluation mode, and what it takes to use it.
+class Trained(NamedTuple):
+    """A trained model with its best weights, in evaluation mode, and what it takes to use it."""
+
+    run: RunFolder
+    config: RunConfig
+    vocabulary: Vocabulary
+    counts: torch.Tensor  # (V + 1,) events of each item in training, index 0 padding
+    model: nn.Module
+
+
+def load_trained(path: str | Path) -> Trained:
+    """The trained model of a run folder.
 
     Raises:
         UserError: no run, no best weights yet, or a file is damaged or belongs to another run.
@@ -76,7 +86,7 @@ def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn
             "train again into a new folder"
         ) from None
     model.eval()
-    return run, config, Vocabulary(ids), model
+    return Trained(run, config, Vocabulary(ids), counts, model)
 
 
 def own_config(run: RunFolder, *, to_train: bool = False) -> RunConfig:

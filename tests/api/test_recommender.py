@@ -588,3 +588,47 @@ def test_a_recommender_is_fitted_again_from_its_own_weights_or_from_scratch(fitt
     assert "begun_from" not in afresh.run.protocol
     pd.testing.assert_frame_equal(afresh.recommend(histories), older.recommend(histories))
     assert warm.probe(dataset, samples=5)["protocol"]["begun_from"] == warm.run.protocol["begun_from"]
+
+
+def test_pop_answers_whoever_asks_with_the_same_items(dataset):
+    pop = Recommender("pop").fit(dataset)
+    counts = pd.Series(dataset.training_counts[1:], index=dataset.item_ids)
+    best = counts.sort_values(ascending=False, kind="stable").index[:3].tolist()
+    table = pop.recommend({"new": [], "stranger": ["unheard of"], "ann": [best[0]]}, 2)
+    lists = table.groupby("user", sort=False)["item"].agg(list).to_dict()
+    assert lists == {"new": best[:2], "stranger": best[:2], "ann": best[1:]}
+    assert table.attrs["skipped_users"] == [] and pop.recommend_lists([[]], 2)[0].items == best[:2]
+    assert len(pop.user_vectors([[], ["unheard of"]]).vectors) == 2
+
+
+def test_requests_of_a_run_are_those_of_its_lists(fitted, dataset):
+    recommender, known = fitted["bft"], dataset.item_ids[:3].tolist()
+    table = recommender.recommend({"ann": known, "new": ["unheard of"]}, 3, fallback="popular")
+    assert table["fallback"].tolist() == [False] * 3 + [True] * 3
+    counts = dataset.training_counts[dataset.encode(table["item"][3:])]
+    assert counts.tolist() == sorted(dataset.training_counts[1:].tolist(), reverse=True)[:3]
+    plain = recommender.recommend_lists([known], 3)[0]
+    assert plain.items == table["item"][:3].tolist() and plain.probabilities == table["probability"][:3].tolist()
+    own = {"ann": [dataset.item_ids[9]]}
+    assert recommender.recommend({"ann": known}, 3, candidates=own)["item"].tolist() == [dataset.item_ids[9]]
+    (block,) = recommender.recommend_in_blocks({"ann": known}, 3, exclude={"ann": plain.items[:1]})
+    assert block["item"].tolist()[:2] == plain.items[1:]
+
+
+@pytest.mark.parametrize("usual", [False, True])
+def test_frames_have_the_columns_that_the_run_was_trained_on_or_the_usual_ones(timed, dataset, usual):
+    own = {"user_id": "who", "item_id": "what", "when": "day"}
+    frame = dated_frame(dataset, 1)
+    trained = Dataset.from_frame(frame.rename(columns=own), user="who", item="what", time="day")
+    recommender = Recommender("hstu", time_bias=True, **SMALL).fit(trained)
+    names = {"when": "timestamp"} if usual else own
+    asked = frame.groupby("user_id").head(3).rename(columns=names).assign(other=1)
+    expected = timed[0].recommend(
+        asked.rename(columns={**{new: old for old, new in own.items()}, "when": "timestamp", "day": "timestamp"}), 3
+    )
+    pd.testing.assert_frame_equal(recommender.recommend(asked, 3), expected)
+    user = asked[asked[names.get("user_id", "user_id")] == dataset.user_ids[0]]
+    assert len(recommender.explain(user, k=1)) == 3
+    assert len(recommender.user_vectors(asked).users) == dataset.num_users
+    with pytest.raises(UserError, match="the histories: no column 'user_id'"):
+        recommender.recommend(asked.rename(columns={"who": "x", "user_id": "x"}), 3)
