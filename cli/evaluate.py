@@ -54,7 +54,7 @@ def evaluate(
     from recbft.reporting.run_tables import format_exposure, format_metrics
     from recbft.runs.folder import RunFolder
 
-    recommender = Recommender.load(run, data_root=data_root)
+    recommender = Recommender.load(run, data_root=data_root, unfinished=True)
     config = recommender.config
     folder = RunFolder.open(run)
     say_unfinished(folder, "evaluated")

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from recbft.errors import OneProcessError, RunError, UserError
+from recbft.errors import OneProcessError, RunError, UserError, permission_denied
 from recbft.system.memory import keep_freed_memory
 from recbft.system.torchrun import this_process
 from recbft_cli import compare, data, evaluate, probe, recommend, report, sweep, train, tune
@@ -132,7 +132,7 @@ def _ending(error: BaseException) -> tuple[str, int]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return "", 1
     if isinstance(error, PermissionError) and error.filename:
-        return f"{error.filename} cannot be opened: permission denied; ask for the right to it, or name another", 2
+        return permission_denied(error), 2
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror or _one_line(error)}", 1

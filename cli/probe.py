@@ -80,7 +80,7 @@ def probe(
 
     folder = RunFolder.open(run)
     finished = folder.is_finished  # before its weights are read
-    recommender = Recommender.load(run, data_root=data_root)
+    recommender = Recommender.load(run, data_root=data_root, unfinished=True)
     say_unfinished(folder, "probed" if explain is None else "explained")
     data = recommender.own_dataset() if dataset is None else recommender.config.data.load_again(dataset, **how)
     if explain is not None:

@@ -96,7 +96,7 @@ def recommend(
                 refuse_input(out, source)
     how = from_shell(user=user, item=item, time=time, separator=separator, columns=columns)
     with terminable():  # whatever ends it, no unfinished file is left
-        recommender = Recommender.load(run)
+        recommender = Recommender.load(run, unfinished=True)
         folder = RunFolder.open(run)
         say_unfinished(folder, "asked, and its lists have no probabilities")
         with _as_file(histories) as file:

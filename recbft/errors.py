@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 MOST_CHOICES = 100  # that a message lists
 LONGEST = 4000  # characters of a message; a value that a file holds may have any length
@@ -43,6 +44,20 @@ class OneProcessError(RunError):
 
 class RunInterruptedError(RunError):
     """A run that its user stopped; its last whole epoch is saved, and the message says how to go on."""
+
+
+def permission_denied(error: PermissionError) -> str:
+    """What to say of a file that this user may not open."""
+    return f"{error.filename} cannot be opened: permission denied; ask for the right to it, or name another"
+
+
+@contextmanager
+def permissions_explained() -> Iterator[None]:
+    """Let what the user may not open be a ``UserError``."""
+    try:
+        yield
+    except PermissionError as error:
+        raise UserError(permission_denied(error)) from None
 
 
 def closest(name: str, choices: Iterable[str]) -> str | None:

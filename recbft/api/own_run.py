@@ -24,7 +24,7 @@ from torch import Tensor
 from recbft.datasets import Dataset
 from recbft.datasets.events import check_unit, in_unit
 from recbft.datasets.vocabulary import Vocabulary
-from recbft.errors import RunError, RunInterruptedError, UserError
+from recbft.errors import RunError, RunInterruptedError, UserError, permission_denied
 from recbft.evaluation.probability import Calibration
 from recbft.runs import checkpoint
 from recbft.runs.folder import RunFolder
@@ -157,6 +157,8 @@ def python_errors(path: Path, dataset: Dataset | None) -> Iterator[None]:
     handled = sys.exc_info()[1]
     try:
         yield
+    except PermissionError as error:
+        raise UserError(permission_denied(error)) from None
     except (UserError, RunError) as error:
         _let_go(error, handled)
         if not isinstance(error, RunInterruptedError):

@@ -23,7 +23,7 @@ from recbft.config.fields import is_whole
 from recbft.datasets import Dataset
 from recbft.datasets.config import DataConfig
 from recbft.datasets.planted import planted_reliability
-from recbft.errors import UserError
+from recbft.errors import UserError, permissions_explained
 from recbft.evaluation.evaluate import Evaluation, evaluate
 from recbft.evaluation.mechanism import mechanism
 from recbft.evaluation.probability import Calibration
@@ -410,6 +410,10 @@ class Recommender:
             UserError: something stands there, it lies in the run's own folder, or that is gone, holds another run or is
                 being trained.
         """
+        with permissions_explained():
+            self._save(path)
+
+    def _save(self, path: str | Path) -> None:
         run = self._own_run()
         if Path(path).is_dir() and any(Path(path).iterdir()):
             raise UserError(f"{path} is a folder with files in it; name another, or remove it first")
@@ -420,25 +424,36 @@ class Recommender:
             shutil.copytree(run.path, made, dirs_exist_ok=True)
 
     @classmethod
-    def load(cls, path: str | Path, *, data_root: str | Path | None = None) -> Recommender:
+    def load(cls, path: str | Path, *, data_root: str | Path | None = None, unfinished: bool = False) -> Recommender:
         """The recommender of a run folder, with its best weights.
 
         Args:
-            data_root: the folder of data sets in which ``evaluate`` and ``probe`` look for the run's own.
+            data_root: the folder of data sets in which ``evaluate`` and ``probe`` look for the run's own; unless given
+                that in which it was found for training.
+            unfinished: take a run too whose training was stopped or still goes on, with the best weights of its epochs
+                so far. Its lists have no probabilities.
 
         Raises:
-            UserError: there is no run, it has no weights yet, or a file is damaged.
+            UserError: there is no run, it is not finished or has no weights yet, or a file cannot be read.
         """
         c_library.missing()  # builds them now if ever, not while the first request waits
         recommender = cls.__new__(cls)
         recommender._open(Path(path), None if data_root is None else str(data_root))
+        run = recommender.run
+        assert run is not None
+        if not (unfinished or run.is_finished):
+            raise UserError(
+                f"{path} is not finished: training was stopped or still goes on; go on with Recommender.resume("
+                f"{str(path)!r}), or give unfinished=True to take the best weights of its epochs so far"
+            )
         return recommender
 
     def _open(self, path: Path, data_root: str | None) -> None:
         one_thread_if_forked()
-        self._trained = TrainedRun.read(path)
+        with permissions_explained():
+            self._trained = TrainedRun.read(path)
         config = self._trained.config
-        self.config = replace(config, data=replace(config.data, data_root=data_root))  # which no run writes down
+        self.config = replace(config, data=replace(config.data, data_root=data_root or config.data.data_root))
 
     def _own_run(self) -> RunFolder:
         """The folder of this object's run, which has not been put there by somebody else since."""

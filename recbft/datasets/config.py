@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, Literal
 
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.formats import ending
-from recbft.datasets.loading import default_dataset
+from recbft.datasets.loading import DATA_ROOT_VARIABLE, default_dataset, is_known, place_of
 from recbft.datasets.prepare import Preparation
 from recbft.errors import MissingColumnError, UserError
 
@@ -44,19 +45,26 @@ class DataConfig:
 
     @classmethod
     def behind(cls, dataset: Dataset, **more: Any) -> DataConfig:
-        """What reads the file behind a data set that is given as it was read here: by its columns and with its filters.
+        """What reads the file behind a data set that is given as it was read here: from its place, by its columns and
+        with its filters.
 
         Args:
             more: other fields; filters among them hold where the data set is a card's or a canonical file's as it is.
         """
         filters = dataset.preparation.get("filters", {}) if dataset.columns else {}
-        values: dict[str, Any] = {**more, "dataset": dataset.name, **dataset.columns, **filters}
+        values: dict[str, Any] = {**more, "dataset": dataset.name, **dataset.place, **dataset.columns, **filters}
         return cls(**values)
 
     def resolved(self) -> DataConfig:
-        """The same with the data set named; a warning says so where a stand-in takes the default's place."""
+        """The same with the data set named, a file by its whole path, which any folder leads to.
+
+        A warning says so where a stand-in takes the default's place.
+        """
         if self.dataset is not None:
-            return self
+            try:
+                return replace(self, dataset=place_of(self.dataset, self.data_root)["dataset"])
+            except UserError:  # it is not there, as who reads it says
+                return self
         name, notice = default_dataset(self.data_root)
         if notice is not None:
             warnings.warn(notice, stacklevel=2)
@@ -91,10 +99,33 @@ class DataConfig:
         except UserError as error:
             if dataset is not None:
                 raise
+            give = "give it with -d, in Python as dataset"
+            if self.is_unknown:
+                raise UserError(
+                    f"the run was trained on a frame of Python, {self.dataset!r}, which is not kept with it: make the "
+                    f"data set of the same events again and {give}"
+                ) from None
             raise UserError(
-                f"{error} (the run's own data set is {self.dataset!r}: if it lies elsewhere, or was made of a frame in "
-                "Python, give it with -d, or in Python as dataset)"
+                f"{error} (the run's own data set is {self.dataset!r}: if it lies elsewhere, {give})"
             ) from None
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether the data set is neither a name that is known nor the path of a file, as one made of a frame."""
+        name = str(self.dataset)
+        return self.dataset is not None and not is_known(name) and not os.path.isabs(name)
+
+    def remembered(self) -> dict[str, str]:
+        """The folder that a data set with a card was looked for in, for whoever asks for it again."""
+        if self.dataset is None or not is_known(self.dataset):
+            return {}
+        return {key: path for key, path in place_of(self.dataset, self.data_root).items() if key == "data_root"}
+
+    def in_remembered(self, data_root: Any) -> DataConfig:
+        """The same in the folder that was remembered, unless another is named or that is gone."""
+        if self.data_root or os.environ.get(DATA_ROOT_VARIABLE) or not (data_root and os.path.isdir(data_root)):
+            return self
+        return replace(self, data_root=data_root)
 
     def check_prepared(self, dataset: Dataset) -> None:
         """Refuse settings that would have made another data set than one that is given."""

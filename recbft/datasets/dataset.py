@@ -38,7 +38,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from recbft.datasets.columns import SPREADSHEET_NUMBER, check_columns, flat, from_pandas, stands_for_nothing
 from recbft.datasets.events import USUAL_TIME, Events, time_columns, warn_if_rows_go_back
-from recbft.datasets.loading import METADATA_KEY, SYNTHETIC, Counts, find_events
+from recbft.datasets.loading import METADATA_KEY, SYNTHETIC, Counts, find_events, place_of
 from recbft.datasets.prepare import MIN_HISTORY, Preparation, prepare
 from recbft.datasets.synth import SyntheticConfig, synthetic_events
 from recbft.datasets.vocabulary import Vocabulary, shown_id
@@ -66,6 +66,8 @@ class Dataset:
     # user, item, time: the columns of the frame or file it was made of, None for those that a card or a canonical file
     # has; empty where it is one of these as it stands
     columns: dict[str, str | None] = field(default_factory=dict)
+    # what ``load`` would find it by from any folder, as keys of a configuration; empty where it was not loaded
+    place: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.offsets[0] == 0 and self.offsets[-1] == len(self.items), "offsets span the events"
@@ -162,7 +164,9 @@ class Dataset:
             counts = Counts(users=made.num_users, items=made.num_items, events=made.num_events)
             found.check(counts, made.content_hash)
         record = {**made.preparation, **found.record} if found.as_saved is None else found.as_saved
-        return replace(made, preparation=record, columns=found.columns)
+        form = {key: asked[key] for key in ("separator", "columns") if key in asked}
+        place = place_of(name_or_path, data_root) | form
+        return replace(made, preparation=record, columns=found.columns, place=place)
 
     def save(self, path: str | Path) -> None:
         """Write the canonical Parquet file (user_id, item_id, timestamp if there are times), which ``load`` reads."""

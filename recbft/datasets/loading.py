@@ -83,6 +83,11 @@ def card_names() -> list[str]:
     return sorted(_cards())
 
 
+def is_known(name: str) -> bool:
+    """Whether a name stands for a data set wherever it is said."""
+    return name == SYNTHETIC or name in _cards()
+
+
 def card(name: str) -> Card:
     """The card of a data set; for a name without one, a ``UserError`` lists those that exist."""
     if name not in _cards():
@@ -179,6 +184,18 @@ def find_events(
     as_saved = None if named else earlier
     check = partial(_warn_if_other, path, file, known) if known is not None and untouched else None
     return FoundEvents(events, name, chosen.preparation, named, record, as_saved, check)
+
+
+def place_of(name_or_path: str | Path, data_root: str | Path | None) -> dict[str, str]:
+    """What finds a data set again from any folder, as keys of a configuration: a card by its name, another by its path.
+
+    A card comes with the folder it was looked for in, where there is one.
+    """
+    name = str(name_or_path)
+    if not is_known(name):
+        return {"dataset": os.path.abspath(_locate(name_or_path, data_root)[0])}
+    folder = root_folder(data_root)
+    return {"dataset": name} | ({} if folder is None else {"data_root": os.path.abspath(folder)})
 
 
 def source_file_of(name_or_path: str | Path, data_root: str | Path | None) -> Path | None:

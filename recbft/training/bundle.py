@@ -8,6 +8,8 @@ checkpoint/vocabulary.parquet    item_id, training_count; a row per item, index 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,6 +122,8 @@ def own_config(run: RunFolder, *, to_train: bool = False) -> RunConfig:
     if changed:
         said = ", ".join(f"{key} is {now!r} and was {was!r}" for key, (now, was) in changed.items())
         raise UserError(f"{run.config_file} was changed since the run was begun: {said}; {put_back}")
+    with suppress(UserError):  # who needs more of that file says what is wrong with it
+        return replace(config, data=config.data.in_remembered(run.environment.get("data_root")))
     return config
 
 

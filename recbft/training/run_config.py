@@ -186,8 +186,8 @@ def run_config_of(
     named = dict(named)
     layers: list[tuple[str, Mapping[str, Any]]] = [("", dict([parse_setting(text)])) for text in settings]
     for key in _PLACES:
-        if isinstance(named.get(key), str):
-            named[key] = Verbatim(named[key])
+        if isinstance(named.get(key), (str, Path)):
+            named[key] = Verbatim(str(named[key]))
     layers.append(("", {key: value for key, value in named.items() if value is not None}))
     words: Mapping[str, str] = {}
     if file is not None:

@@ -632,3 +632,88 @@ def test_frames_have_the_columns_that_the_run_was_trained_on_or_the_usual_ones(t
     assert len(recommender.user_vectors(asked).users) == dataset.num_users
     with pytest.raises(UserError, match="the histories: no column 'user_id'"):
         recommender.recommend(asked.rename(columns={"who": "x", "user_id": "x"}), 3)
+
+
+SHOP = pd.DataFrame(
+    [(f"u{u}", f"i{(u * 7 + n * n) % 23}", n) for u in range(20) for n in range(6)], columns=["who", "what", "when"]
+)
+
+
+def test_a_run_that_was_stopped_is_loaded_on_purpose_alone(dataset, tmp_path):
+    with pytest.raises(RunError):
+        Recommender("sasrec", arm="bft", **SMALL).fit(dataset, out=tmp_path / "run", progress=StopAfter(1))
+    told = (
+        r"run is not finished: .*; go on with Recommender\.resume\('.*run'\), or give unfinished=True to take the best"
+    )
+    with pytest.raises(UserError, match=told):
+        Recommender.load(tmp_path / "run")
+    early = Recommender.load(tmp_path / "run", unfinished=True)
+    assert early.recommend([dataset.item_ids[:3]], 2)["probability"].isna().all() and early.calibration() is None
+    assert early.recommend_lists([dataset.item_ids[:3]], 2)[0].probabilities is None
+
+
+@pytest.mark.parametrize("how", ["by name", "by a relative path", "as a data set", "with separator and columns"])
+def test_a_run_finds_its_data_again_from_any_folder(tmp_path, monkeypatch, how):
+    (tmp_path / "there").mkdir()
+    monkeypatch.setenv("RECBFT_DATA_ROOT", str(tmp_path / "there"))
+    monkeypatch.chdir(tmp_path / "there")
+    names = {"user": "who", "item": "what", "time": "when"}
+    SHOP.to_csv("shop.csv", index=False)
+    if how == "with separator and columns":
+        SHOP.to_csv("bare.dat", index=False, header=False, sep=";")
+        given = Dataset.load("bare.dat", separator=";", columns=list(SHOP.columns), **names)
+        run = Recommender("pop").fit(given, out="run")
+    elif how == "as a data set":
+        run = Recommender("pop").fit(Dataset.load("shop.csv", **names), out="run")
+    else:
+        run = Recommender("pop", dataset="shop" if how == "by name" else "shop.csv", **names).fit(out="run")
+    expected = run.run.metrics["test"]
+    monkeypatch.delenv("RECBFT_DATA_ROOT")
+    monkeypatch.chdir(tmp_path)
+    for one in (run, Recommender.load("there/run")):
+        assert one.evaluate().metrics == expected
+        assert one.config.data.dataset == str(tmp_path / "there" / ("bare.dat" if "sep" in how else "shop.csv"))
+
+
+@pytest.mark.parametrize("where", ["argument", "environment", "data set"])
+def test_a_run_remembers_the_folder_of_a_data_set_with_a_card(tmp_path, monkeypatch, where):
+    monkeypatch.delenv("RECBFT_DATA_ROOT", raising=False)
+    (tmp_path / "root").mkdir()
+    lines = [f"{user} " + " ".join(group["what"]) for user, group in SHOP.groupby("who")]
+    (tmp_path / "root" / "Beauty.txt").write_text("\n".join(lines))
+    if where == "environment":
+        monkeypatch.setenv("RECBFT_DATA_ROOT", str(tmp_path / "root"))
+    root = tmp_path / "root"
+    with pytest.warns(UserWarning, match="the card of"):
+        if where == "data set":
+            run = Recommender("pop").fit(Dataset.load("amazon-beauty", data_root=root), out=tmp_path / "run")
+        else:
+            more = {} if where == "environment" else {"data_root": root}
+            run = Recommender("pop", dataset="amazon-beauty", **more).fit(out=tmp_path / "run")
+        monkeypatch.delenv("RECBFT_DATA_ROOT", raising=False)
+        for one in (Recommender.load(tmp_path / "run"), *([] if where == "environment" else [run])):
+            assert one.evaluate().metrics == run.run.metrics["test"] and one.own_dataset().num_users == 20
+        shutil.move(root, tmp_path / "moved")
+        with pytest.raises(UserError, match="not found"):
+            Recommender.load(tmp_path / "run").evaluate()
+        monkeypatch.setenv("RECBFT_DATA_ROOT", str(tmp_path / "moved"))
+        assert Recommender.load(tmp_path / "run").own_dataset().num_users == 20
+
+
+def test_a_run_of_a_frame_asks_for_the_events_again(tmp_path):
+    data = Dataset.from_frame(SHOP, user="who", item="what", time="when")
+    Recommender("pop").fit(data, out=tmp_path / "run")
+    told = "the run was trained on a frame of Python, 'frame', which is not kept with it: make the data set of the same"
+    again = Recommender.load(tmp_path / "run")
+    with pytest.raises(UserError, match=told):
+        again.evaluate()
+    assert again.evaluate(data).metrics == again.run.metrics["test"]
+
+
+def test_what_may_not_be_opened_is_told_as_the_user_s_error(fitted, tmp_path, monkeypatch):
+    def refused(path, *more):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("recbft.runs.folder.read_json", refused)
+    with pytest.raises(UserError, match=r"protocol\.json cannot be opened: permission denied; ask for the right to it"):
+        Recommender.load(fitted["bft"].run.path)
