@@ -10,7 +10,18 @@ import typer
 
 from recbft.errors import UserError
 from recbft.system.torchrun import this_process
-from recbft_cli.options import DataRoot, Model, one_file, refuse_given
+from recbft_cli.options import (
+    Columns,
+    DataRoot,
+    Item,
+    Model,
+    Separator,
+    Time,
+    User,
+    from_shell,
+    one_file,
+    refuse_given,
+)
 from recbft_cli.progress import progress_for
 
 if TYPE_CHECKING:
@@ -22,7 +33,7 @@ EXAMPLES = """Examples:
 
 recbft train -m sasrec -d amazon-beauty --arm bft --data-root DIR --set epochs=50
 
-recbft train -d ratings.csv --set user=who --set item=what --set time=when
+recbft train -d ratings.csv --user who --item what --time when
 
 recbft train --config configs/quickstart.yaml
 
@@ -51,6 +62,11 @@ def train(
     update: Annotated[
         str | None, typer.Option(help="Update rule of arm bft: kalman (the default), residual, gate or fixed.")
     ] = None,
+    user: User = None,
+    item: Item = None,
+    time: Time = None,
+    separator: Separator = None,
+    columns: Columns = None,
     seed: Annotated[
         int | None, typer.Option(help="Decides initial weights, data order and dropout; 0 if left out.")
     ] = None,
@@ -101,6 +117,7 @@ def train(
         from recbft.training.run_config import load_run_config
 
         file = one_file(config)
+        columns_of_file = from_shell(user=user, item=item, time=time, separator=separator, columns=columns)
         if warm_start is not None and file is None:
             older = RunFolder.open(warm_start)
             own_config(older)  # whole: what is missing would be the usual value here
@@ -117,6 +134,7 @@ def train(
             data_root=data_root,
             deterministic=deterministic or None,
             warm_start=None if warm_start is None else str(warm_start),
+            **{f"data.{key}": value for key, value in columns_of_file.items()},
         )
         run = _train(run_config, Path("runs") if out is None else out, name, overwrite, quiet)
     if this_process().leads:

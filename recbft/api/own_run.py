@@ -174,8 +174,10 @@ def free_folder(path: Path, dataset: Dataset | None) -> Path:
         run = RunFolder(path)
         if not run.is_run:
             raise
-        way = f"Recommender.load({str(path)!r})" if run.is_finished else _resuming(path, dataset)
-        raise UserError(f"{error} (in Python: {way})") from None
+        if run.is_finished:
+            way = f"load it with Recommender.load({str(path)!r})"
+            RunFolder.refuse_taken(path, remedy=way)
+        raise UserError(f"{error} (in Python: {_resuming(path, dataset)})") from None
     return path
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 
 from recbft.api.own_run import TrainedRun, fitted_folder, free_folder, python_errors
+from recbft.api.progress import listener
 from recbft.config.fields import is_whole
 from recbft.datasets import Dataset
 from recbft.datasets.config import DataConfig
@@ -46,6 +47,7 @@ from recbft.system.files import new_folder
 from recbft.system.torch_state import one_thread_if_forked
 from recbft.training import one_run
 from recbft.training.build import run_protocol
+from recbft.training.bundle import own_config
 from recbft.training.process_team import join_team
 from recbft.training.progress import Progress
 from recbft.training.run_config import RunConfig, load_run_config
@@ -100,14 +102,15 @@ class Recommender:
         dataset: Dataset | None = None,
         *,
         out: str | Path | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
         warm_start: bool = False,
     ) -> Recommender:
         """Train on a data set (the configured one unless given) and keep the best weights.
 
         Args:
             out: the run's folder; a temporary one, gone with this object, unless given.
-            progress: an object that is told how it goes, as ``recbft.training.progress.Progress``; none unless given.
+            progress: True or False for a line that says how it goes, which terminals and notebooks have unless it is
+                given; or an object that is told, as ``recbft.training.progress.Progress``.
             warm_start: begin from the weights of the run that this recommender holds, of which
                 ``training.warm_start_keep`` says how much is kept; without it one that holds a run trains from scratch.
 
@@ -117,6 +120,7 @@ class Recommender:
             RunError: training failed; after an interruption the folder stays, and ``resume`` goes on with it.
         """
         _check_dataset(dataset)
+        watcher = listener(progress, self.config.training.valid_metric)
         config = self.config if dataset is None else self._config_for(dataset)
         if warm_start:
             older = str(self._own_run().path)
@@ -127,7 +131,7 @@ class Recommender:
         with fitted_folder(out) as place:
             path = together.first_does(lambda: free_folder(place.path, dataset))
             with python_errors(path, dataset):
-                run = one_run.train(config, path, dataset=dataset, progress=progress)
+                run = one_run.train(config, path, dataset=dataset, progress=watcher)
                 if out is None and not together.leads:  # the first process's folder goes with that process's object
                     shutil.copytree(run.path, place.path)
                     run = RunFolder.open(place.path)
@@ -143,7 +147,7 @@ class Recommender:
         dataset: Dataset | None = None,
         *,
         data_root: str | Path | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
     ) -> Recommender:
         """Go on with a fit that was stopped, exactly as if it had not been; a finished one is loaded.
 
@@ -158,7 +162,9 @@ class Recommender:
         """
         _check_dataset(dataset)
         with python_errors(Path(path), dataset):
-            one_run.resume(path, data_root=data_root, dataset=dataset, progress=progress)
+            metric = own_config(RunFolder.open(path)).training.valid_metric
+            watcher = listener(progress, metric)
+            one_run.resume(path, data_root=data_root, dataset=dataset, progress=watcher)
         return cls.load(path, data_root=data_root)
 
     def evaluate(self, dataset: Dataset | None = None, part: Literal["validation", "test"] = "test") -> Evaluation:

@@ -79,7 +79,8 @@ class DataConfig:
             if error.column not in ("user_id", "item_id"):  # which nobody has named
                 raise
             role = error.column.removesuffix("_id")
-            raise UserError(f"{error}; name the column as {role}: --{role} NAME, or --set {role}=NAME") from None
+            said = f"{role}='NAME' in Python, --{role} NAME or --set {role}=NAME in a shell"
+            raise UserError(f"{error}; name the column as {role}: {said}") from None
 
     def load_again(self, dataset: str | None = None, data_root: str | None = None, **how: Any) -> Dataset:
         """The data of a run that was begun earlier, from where they lie now.

@@ -101,7 +101,9 @@ def test_an_interrupted_fit_goes_on_as_its_message_says_as_if_nothing_had_been(f
         pd.testing.assert_frame_equal(resumed.evaluate(dataset).per_user, expected)
         again = Recommender.resume(place, dataset)  # a finished run is only opened
         assert again.run.metrics == resumed.run.metrics
-        with pytest.raises(UserError, match=r"holds a finished run; .* \(in Python: Recommender\.load\('.*run'\)\)$"):
+        with pytest.raises(
+            UserError, match=r"holds a finished run; name another folder, or load it with Recommender\.load\('.*run'\)$"
+        ):
             Recommender("sasrec", **SMALL).fit(dataset, out=place)
         (place / "protocol.json").unlink()
         with pytest.raises(UserError, match=r"a folder with other files in it; name another folder for the run$"):

@@ -305,7 +305,7 @@ def test_histories_with_the_columns_of_the_run_s_data_are_read_as_those_were(cap
     frame = pd.read_parquet(events).rename(columns=names).iloc[::-1]
     frame.to_csv(tmp_path / "own.csv", index=False)
     frame.drop(columns="when").to_csv(tmp_path / "rows.csv", index=False)
-    settings = ["--set", "user=who", "--set", "item=what", "--set", "time=when"]
+    settings = ["--user", "who", "--item", "what", "--time", "when"]
     ids = ["--user", "who", "--item", "what"]
     assert train(capsys, tmp_path / "own.csv", tmp_path, "-q", *settings)[0] == 0
     run_folder = tmp_path / "sasrec-bft-own-seed0"

@@ -291,3 +291,23 @@ def test_a_later_batch_size_takes_the_place_of_a_number_of_targets(write):
     assert (made.batch_size, made.batch_targets) == (8, None)
     assert load_run_config(file, ["batch_size=8", "batch_targets=99"]).training.batch_targets == 99
     assert load_run_config(write("training: {batch_size: 8, batch_targets: 99}")).training.batch_targets == 99
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"model": "gru4rec"}, "model is 'gru4rec'; choose one of bert4rec, hstu, pop, sasrec$"),
+        ({"lr": 0.1}, "unknown key 'lr'; recbft calls it 'learning_rate'$"),
+        ({"embedding_dim": 64}, "unknown key 'embedding_dim'; recbft calls it 'hidden_size'$"),
+        ({"embedding_size": 64}, "unknown key 'embedding_size'; recbft calls it 'hidden_size'$"),
+        (
+            {"embed": 64},
+            "unknown key 'embed'; `recbft models NAME` lists all; the nearest are embedding_scale, .*",
+        ),
+        ({"learning_rat": 1}, r"unknown key 'learning_rat'; did you mean 'learning_rate'\?$"),
+    ],
+)
+def test_an_unknown_name_is_met_with_what_it_may_have_meant_and_few_others(asked, message):
+    with pytest.raises(UserError, match=message) as told:
+        load_run_config(**asked)
+    assert len(str(told.value)) < 140
