@@ -30,6 +30,7 @@ from recbft.runs.environment import environment
 from recbft.runs.folder import RunFolder
 from recbft.training.build import build_model, new_state, run_protocol
 from recbft.training.bundle import load_trained, own_config, write_vocabulary
+from recbft.training.card import write_card
 
 
 def recbole_settings(run: str | Path) -> dict[str, Any]:
@@ -127,6 +128,7 @@ def to_run(model: Adapter, data: Dataset, out: str | Path) -> RunFolder:
         "probability": calibrations(ours, data),
         "trained_by": "recbole",
     }
+    write_card(run, metrics)
     run.finish(metrics, parts["test"].per_user)
     return run
 
