@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -61,10 +62,10 @@ class DataConfig:
         A warning says so where a stand-in takes the default's place.
         """
         if self.dataset is not None:
-            try:
-                return replace(self, dataset=place_of(self.dataset, self.data_root)["dataset"])
-            except UserError:  # it is not there, as who reads it says
-                return self
+            with suppress(UserError):  # it is not there, as who reads it says
+                found = place_of(self.dataset, self.data_root)["dataset"]
+                return replace(self, dataset=found) if os.path.exists(found) else self
+            return self
         name, notice = default_dataset(self.data_root)
         if notice is not None:
             warnings.warn(notice, stacklevel=2)
@@ -91,9 +92,9 @@ class DataConfig:
             data_root: where to look for it.
             how: its columns, separator or column names where they are not those of the run's own.
         """
+        own = self.dataset if dataset is None else dataset
+        place = replace(self, dataset=own, data_root=data_root or self.data_root)
         try:
-            own = self.dataset if dataset is None else dataset
-            place = replace(self, dataset=own, data_root=data_root or self.data_root)
             if ending(Path(str(place.dataset))) != ending(Path(str(self.dataset))):
                 place = replace(place, separator=None, columns=None)
             return replace(place, **how).load()
@@ -101,13 +102,13 @@ class DataConfig:
             if dataset is not None:
                 raise
             give = "give it with -d, in Python as dataset"
-            if self.is_unknown:
+            if self.is_unknown and not place.data_root:
                 raise UserError(
                     f"the run was trained on a frame of Python, {self.dataset!r}, which is not kept with it: make the "
                     f"data set of the same events again and {give}"
                 ) from None
             raise UserError(
-                f"{error} (the run's own data set is {self.dataset!r}: if it lies elsewhere, {give})"
+                f"{error} (the run's own data set is {self.dataset!r}: if it lies elsewhere or was a frame, {give})"
             ) from None
 
     @property
@@ -117,10 +118,11 @@ class DataConfig:
         return self.dataset is not None and not is_known(name) and not os.path.isabs(name)
 
     def remembered(self) -> dict[str, str]:
-        """The folder that a data set with a card was looked for in, for whoever asks for it again."""
-        if self.dataset is None or not is_known(self.dataset):
-            return {}
-        return {key: path for key, path in place_of(self.dataset, self.data_root).items() if key == "data_root"}
+        """The folder that a data set was looked for in by its name, for whoever asks for it again."""
+        with suppress(UserError):  # a frame's
+            place = place_of(str(self.dataset), self.data_root)
+            return {key: path for key, path in place.items() if key == "data_root"}
+        return {}
 
     def in_remembered(self, data_root: Any) -> DataConfig:
         """The same in the folder that was remembered, unless another is named or that is gone."""

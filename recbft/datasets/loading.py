@@ -187,14 +187,15 @@ def find_events(
 
 
 def place_of(name_or_path: str | Path, data_root: str | Path | None) -> dict[str, str]:
-    """What finds a data set again from any folder, as keys of a configuration: a card by its name, another by its path.
+    """What finds a data set again from any folder, as keys of a configuration: a file by its whole path.
 
-    A card comes with the folder it was looked for in, where there is one.
+    A name, of a card or a file in the data root, stays one, with that folder.
     """
-    name = str(name_or_path)
+    name, folder = str(name_or_path), root_folder(data_root)
     if not is_known(name):
-        return {"dataset": os.path.abspath(_locate(name_or_path, data_root)[0])}
-    folder = root_folder(data_root)
+        file = os.path.abspath(_locate(name_or_path, data_root)[0])
+        if folder is None or os.path.exists(os.path.expanduser(name)):
+            return {"dataset": file}
     return {"dataset": name} | ({} if folder is None else {"data_root": os.path.abspath(folder)})
 
 

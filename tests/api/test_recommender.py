@@ -672,9 +672,10 @@ def test_a_run_finds_its_data_again_from_any_folder(tmp_path, monkeypatch, how):
     expected = run.run.metrics["test"]
     monkeypatch.delenv("RECBFT_DATA_ROOT")
     monkeypatch.chdir(tmp_path)
-    for one in (run, Recommender.load("there/run")):
+    for one in (Recommender.load("there/run"), *([] if how == "by name" else [run])):
         assert one.evaluate().metrics == expected
-        assert one.config.data.dataset == str(tmp_path / "there" / ("bare.dat" if "sep" in how else "shop.csv"))
+        file = str(tmp_path / "there" / ("bare.dat" if "sep" in how else "shop.csv"))
+        assert one.config.data.dataset == ("shop" if how == "by name" else file)
 
 
 @pytest.mark.parametrize("where", ["argument", "environment", "data set"])
