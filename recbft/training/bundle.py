@@ -8,8 +8,10 @@ checkpoint/vocabulary.parquet    item_id, training_count; a row per item, index 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -49,8 +51,18 @@ def write_vocabulary(folder: Path, dataset: Dataset) -> None:
         write_parquet(path, pd.DataFrame({"item_id": dataset.item_ids, "training_count": dataset.training_counts[1:]}))
 
 
-def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn.Module]:
-    """A trained model with its best weights, in evaluation mode, and what it takes to use it.
+class Trained(NamedTuple):
+    """A trained model with its best weights, in evaluation mode, and what it takes to use it."""
+
+    run: RunFolder
+    config: RunConfig
+    vocabulary: Vocabulary
+    counts: torch.Tensor  # (V + 1,) events of each item in training, index 0 padding
+    model: nn.Module
+
+
+def load_trained(path: str | Path) -> Trained:
+    """The trained model of a run folder.
 
     Raises:
         UserError: no run, no best weights yet, or a file is damaged or belongs to another run.
@@ -76,7 +88,7 @@ def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn
             "train again into a new folder"
         ) from None
     model.eval()
-    return run, config, Vocabulary(ids), model
+    return Trained(run, config, Vocabulary(ids), counts, model)
 
 
 def own_config(run: RunFolder, *, to_train: bool = False) -> RunConfig:
@@ -110,6 +122,8 @@ def own_config(run: RunFolder, *, to_train: bool = False) -> RunConfig:
     if changed:
         said = ", ".join(f"{key} is {now!r} and was {was!r}" for key, (now, was) in changed.items())
         raise UserError(f"{run.config_file} was changed since the run was begun: {said}; {put_back}")
+    with suppress(UserError):  # who needs more of that file says what is wrong with it
+        return replace(config, data=config.data.in_remembered(run.environment.get("data_root")))
     return config
 
 
