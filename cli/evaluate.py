@@ -17,6 +17,7 @@ from recbft_cli.options import (
     OtherData,
     Run,
     Separator,
+    Session,
     Time,
     User,
     of_other_data,
@@ -53,6 +54,7 @@ def evaluate(
     user: User = None,
     item: Item = None,
     time: Time = None,
+    session: Session = None,
     separator: Separator = None,
     columns: Columns = None,
     items: Items = None,
@@ -62,7 +64,7 @@ def evaluate(
     if filter_seen and both:
         raise UserError("--filter-seen has no effect with --both, which prints both settings; give one of them")
     how = of_other_data(
-        context, dataset, user=user, item=item, time=time, separator=separator, columns=columns,
+        context, dataset, user=user, item=item, time=time, session=session, separator=separator, columns=columns,
         items=items, item_kinds=item_kinds,
     )  # fmt: skip
 
@@ -72,7 +74,7 @@ def evaluate(
     from recbft.reporting.run_tables import format_exposure, format_metrics
     from recbft.runs.folder import RunFolder
 
-    recommender = Recommender.load(run, data_root=data_root)
+    recommender = Recommender.load(run, data_root=data_root, unfinished=True)
     config = recommender.config
     folder = RunFolder.open(run)
     say_unfinished(folder, "evaluated")

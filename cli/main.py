@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from recbft.errors import OneProcessError, RunError, UserError, shortened
+from recbft.errors import OneProcessError, RunError, UserError, permission_denied, shortened
 from recbft.system.memory import keep_freed_memory
 from recbft.system.torchrun import this_process
 from recbft_cli import compare, data, evaluate, join, probe, recommend, report, sweep, train, tune
@@ -85,7 +85,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _replace_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that the terminal cannot show must not end a command
         sys.stdout.reconfigure(errors="backslashreplace")
-    _spin_less()
     keep_freed_memory()
     try:
         with warnings.catch_warnings():
@@ -124,16 +123,6 @@ def _replace_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  open as long as the process
 
 
-def _spin_less() -> None:
-    """Let idle OpenMP threads sleep soon; must come before torch is imported.
-
-    They spin for milliseconds by default. Where another program takes a core, that made an epoch of 0.1 s last up to
-    30 s (2 cores); with this count it lasted below 1 s, and no longer than before on a quiet machine.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-
-
 def _ending(error: BaseException) -> tuple[str, int]:
     """The line and the exit code for an exception."""
     if isinstance(error, UserError):
@@ -152,7 +141,7 @@ def _ending(error: BaseException) -> tuple[str, int]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return "", 1
     if isinstance(error, PermissionError) and error.filename:
-        return f"{error.filename} cannot be opened: permission denied; ask for the right to it, or name another", 2
+        return permission_denied(error), 2
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror or _one_line(error)}", 1

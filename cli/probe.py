@@ -18,6 +18,7 @@ from recbft_cli.options import (
     OtherData,
     Run,
     Separator,
+    Session,
     Time,
     User,
     of_other_data,
@@ -67,6 +68,7 @@ def probe(
     user: User = None,
     item: Item = None,
     time: Time = None,
+    session: Session = None,
     separator: Separator = None,
     columns: Columns = None,
     items: Items = None,
@@ -78,7 +80,7 @@ def probe(
     if explain is not None:
         refuse_given(context, ("users", "out", "no_write"), "with --explain, which explains one user; leave it out")
     how = of_other_data(
-        context, dataset, user=user, item=item, time=time, separator=separator, columns=columns,
+        context, dataset, user=user, item=item, time=time, session=session, separator=separator, columns=columns,
         items=items, item_kinds=item_kinds,
     )  # fmt: skip
 
@@ -88,7 +90,7 @@ def probe(
 
     folder = RunFolder.open(run)
     finished = folder.is_finished  # before its weights are read
-    recommender = Recommender.load(run, data_root=data_root)
+    recommender = Recommender.load(run, data_root=data_root, unfinished=True)
     say_unfinished(folder, "probed" if explain is None else "explained")
     data = recommender.own_dataset() if dataset is None else recommender.config.data.load_again(dataset, **how)
     if explain is not None:

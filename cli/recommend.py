@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
@@ -26,8 +27,15 @@ if TYPE_CHECKING:
     from recbft.datasets.config import DataConfig
 
 _PIPE = Path("-")
+_TABLES = (".parquet", ".pq", ".json", ".jsonl", ".ndjson", ".inter")  # which always name their columns
 _BEGINNINGS = {b"PAR1": "parquet", b"{": "jsonl"}  # of the formats that tell; anything else is CSV
 EXAMPLES = "Example: recbft recommend runs/sasrec-bft-ml-100k-seed0 --histories histories.csv -k 20 --out recs.parquet"
+
+
+class Fallback(str, Enum):
+    """What users get who have no list else."""
+
+    popular = "popular"
 
 
 def recommend(
@@ -46,10 +54,31 @@ def recommend(
     ] = None,
     keep_seen: Annotated[bool, typer.Option("--keep-seen", help="Allow items of the history in the list.")] = False,
     exclude: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Items that no list may hold, one id per line.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Items that no list may hold, one id per line; or a table with columns user_id and item_id, for the "
+            "list of each user.",
+        ),
     ] = None,
     candidates: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The only items that lists may hold, one id per line.")
+        Path | None,
+        typer.Option(metavar="FILE", help="The only items that lists may hold, as in --exclude; for each user too."),
+    ] = None,
+    fallback: Annotated[
+        Fallback | None,
+        typer.Option(
+            help="Give users whom the model does not know, or who have seen everything, the items with most events in "
+            "training; a column fallback marks them."
+        ),
+    ] = None,
+    items: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Features of new items, in the columns of those in training: the model lists them too. Repeat for "
+            ".npy files of its rows.",
+        ),
     ] = None,
     user: User = None,
     item: Item = None,
@@ -72,22 +101,26 @@ def recommend(
     from recbft.system.files import refuse_input
 
     if out is not None:
-        for source in (*source_files(histories), exclude, candidates):
+        for source in (*source_files(histories), exclude, candidates, *(items or ())):
             if source is not None:
                 refuse_input(out, source)
     how = from_shell(user=user, item=item, time=time, session=session, separator=separator, columns=columns)
     with terminable():  # whatever ends it, no unfinished file is left
-        recommender = Recommender.load(run)
+        recommender = Recommender.load(run, unfinished=True)
         folder = RunFolder.open(run)
         say_unfinished(folder, "asked, and its lists have no probabilities")
+        if items:
+            recommender = recommender.with_items([str(file) for file in items])
         with _as_file(histories) as file:
             how = _as_trained(file, recommender.config.data, how) | how
             filters = _filters(file, folder.protocol, how)
             events = histories_from_file(file, **how, **filters)
         _say_left_out(events.attrs, **filters)
-        item_column = recommender.config.data.item
-        barred, only = _ids(exclude, item_column), _ids(candidates, item_column)
-        blocks = recommender.recommend_in_blocks(events, k, filter_seen=not keep_seen, exclude=barred, candidates=only)
+        barred, only = (_choice(file, recommender.config.data, how) for file in (exclude, candidates))
+        instead: Any = None if fallback is None else fallback.value
+        blocks = recommender.recommend_in_blocks(
+            events, k, filter_seen=not keep_seen, exclude=barred, candidates=only, fallback=instead
+        )
         del events  # the blocks know what they need of them
         _report(summed(_write(blocks, out)), k)
 
@@ -177,30 +210,56 @@ def _report(attrs: dict[Any, Any], k: int) -> None:
         say(f"skipped events with items that the model does not know: {unknown:,}", err=True)
     if users := attrs["skipped_users"]:
         say(f"skipped users without a known item: {len(users):,}, such as {users[0]}", err=True)
+    if popular := attrs.get("fallback_lists"):
+        say(f"users who get popular items, unknown or with nothing left: {popular:,}", err=True)
     if short := attrs["short_lists"]:
         fewest = attrs["shortest_list"]
         say(f"users with fewer than {k:,} items left: {short:,}, the fewest {fewest:,}", err=True)
 
 
-def _ids(file: Path | None, item: str | None) -> Sequence[Any] | None:
-    """The lines of a file that are not blank, as they stand; of a Parquet file its items, or its only column."""
-    from recbft.datasets.formats import column_names, ending, read_table
-
+def _choice(file: Path | None, own: DataConfig, how: dict[str, Any]) -> list[Any] | dict[Any, list[Any]] | None:
+    """The item ids in a file: of a table, which names its columns, by user where it has users; else one per line."""
     if file is None:
         return None
-    if ending(file) in (".parquet", ".pq"):
-        names = column_names(file)
-        usual = [name for name in ("item_id", "item", item) if name in names]
-        name = usual[0] if usual else names[0] if len(names) == 1 else "item_id"
-        ids: list[Any] = read_table(file, [name]).column(name).to_pylist()
-        return ids
+    from recbft.datasets.formats import column_names, ending, read_table
+
+    separator = how.get("separator")
+    there = column_names(file, separator)
+    if not there and ending(file) not in _TABLES:  # any text may be delimited
+        there, separator = column_names(file, ","), ","
+    pairs: list[tuple[str | None, str]] = [
+        (how.get("user", "user_id"), how.get("item", "item_id")),
+        ("user_id", "item_id"),
+        ("user", "item"),  # of lists that were written here
+        (own.user or own.session or "user_id", own.item or "item_id"),
+    ]
+    if ending(file) in _TABLES and len(there) == 1:
+        pairs.append((None, there[0]))
+    for user, item in pairs:
+        if item not in there:
+            continue
+        table = read_table(file, [name for name in (user, item) if name in there], separator=separator)
+        items: list[Any] = table[item].to_pylist()
+        if user not in there:
+            return items
+        lists: dict[Any, list[Any]] = {}
+        for each, chosen in zip(table[user].to_pylist(), items, strict=True):
+            lists.setdefault(each, []).append(chosen)
+        return lists
+    if ending(file) in _TABLES:
+        raise UserError(f"{file}: no column 'item_id' (columns: {', '.join(there)}); name it with --item")
+    return _lines(file)
+
+
+def _lines(file: Path) -> list[str]:
+    """The lines of a file that are not blank, as they stand."""
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
     except OSError as error:
         raise UserError(
-            f"{file}: {error.strerror or error}; give a text file with one item id per line, or Parquet"
+            f"{file}: {error.strerror or error}; give a text file with one item id per line, or a table"
         ) from None
     return [line.rstrip("\r") for line in lines if line.strip()]
 

@@ -10,7 +10,20 @@ import typer
 
 from recbft.errors import UserError
 from recbft.system.torchrun import this_process
-from recbft_cli.options import DataRoot, ItemKinds, Items, Model, refuse_given
+from recbft_cli.options import (
+    Columns,
+    DataRoot,
+    Item,
+    ItemKinds,
+    Items,
+    Model,
+    Separator,
+    Session,
+    Time,
+    User,
+    from_shell,
+    refuse_given,
+)
 from recbft_cli.progress import progress_for
 from recbft_cli.terminal import say
 
@@ -23,7 +36,7 @@ EXAMPLES = """Examples:
 
 recbft train -m sasrec -d amazon-beauty --arm bft --data-root DIR --set epochs=50
 
-recbft train -d ratings.csv --set user=who --set item=what --set time=when
+recbft train -d ratings.csv --user who --item what --time when
 
 recbft train --config configs/quickstart.yaml
 
@@ -52,6 +65,12 @@ def train(
     update: Annotated[
         str | None, typer.Option(help="Update rule of arm bft: kalman (the default), residual, gate or fixed.")
     ] = None,
+    user: User = None,
+    item: Item = None,
+    time: Time = None,
+    session: Session = None,
+    separator: Separator = None,
+    columns: Columns = None,
     seed: Annotated[
         int | None, typer.Option(help="Decides initial weights, data order and dropout; 0 if left out.")
     ] = None,
@@ -107,6 +126,10 @@ def train(
         from recbft.training.bundle import own_config
         from recbft.training.run_config import load_run_config
 
+        data = from_shell(
+            user=user, item=item, time=time, session=session, separator=separator, columns=columns,
+            items=items, item_kinds=item_kinds,
+        )  # fmt: skip
         if warm_start is not None and not config:
             older = RunFolder.open(warm_start)
             own_config(older)  # whole: what is missing would be the usual value here
@@ -121,10 +144,9 @@ def train(
             update=update,
             seed=seed,
             data_root=data_root,
-            items=items or None,
-            item_kinds=item_kinds or None,
             deterministic=deterministic or None,
             warm_start=None if warm_start is None else str(warm_start),
+            **{f"data.{key}": value for key, value in data.items()},
         )
         run = _train(run_config, Path("runs") if out is None else out, name, overwrite, quiet)
     if this_process().leads:

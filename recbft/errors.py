@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 MOST_CHOICES = 100  # that a message lists
 LONGEST = 2000  # characters of a message; a value that a file holds may have any length
@@ -52,19 +53,36 @@ class RunInterruptedError(RunError):
     """A run that its user stopped; its last whole epoch is saved, and the message says how to go on."""
 
 
-def closest(name: str, choices: Iterable[str]) -> str | None:
-    """The choice that an unknown ``name`` was likely meant to be, if there is one."""
+def permission_denied(error: PermissionError) -> str:
+    """What to say of a file that this user may not open."""
+    return f"{error.filename} cannot be opened: permission denied; ask for the right to it, or name another"
+
+
+@contextmanager
+def permissions_explained() -> Iterator[None]:
+    """Let what the user may not open be a ``UserError``."""
+    try:
+        yield
+    except PermissionError as error:
+        raise UserError(permission_denied(error)) from None
+
+
+def closest(name: str, choices: Iterable[str], *, alike: float = 0.6) -> str | None:
+    """The choice that an unknown ``name`` was likely meant to be, if there is one; ``alike`` is how sure, up to 1."""
     known = sorted(choices)
     near = [choice for choice in known if choice.casefold() == name.casefold()]
-    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    near = near or difflib.get_close_matches(name, known, n=1, cutoff=alike)
     return near[0] if near else None
 
 
-def did_you_mean(name: str, choices: Iterable[str], *, listed_as: str | None = None) -> str:
+def did_you_mean(
+    name: str, choices: Iterable[str], *, listed_as: str | None = None, listed_by: str | None = None
+) -> str:
     """Close a message about an unknown ``name``: the nearest choice if there is one, else the whole list.
 
     Args:
         listed_as: what the choices are, such as "columns", to list them behind the nearest one too.
+        listed_by: what lists all of many choices, in whose place the message names a few.
 
     >>> did_you_mean("User_ID", ["item_id", "user_id"]), did_you_mean("rating", ["item_id", "user_id"])
     ("did you mean 'user_id'?", 'choose one of item_id, user_id')
@@ -72,7 +90,10 @@ def did_you_mean(name: str, choices: Iterable[str], *, listed_as: str | None = N
     choices = list(choices)
     if not choices:
         return "there is none here; leave it out"
-    if (near := closest(name, choices)) is None:
+    if (near := closest(name, choices)) is None and listed_by is not None:
+        few = difflib.get_close_matches(name, sorted(choices), n=3, cutoff=0.3)
+        return f"{listed_by} lists all" + (f"; the nearest are {', '.join(few)}" if few else "")
+    if near is None:
         return f"choose one of {_first(sorted(choices))}"
     return f"did you mean {near!r}?" + (f" ({listed_as}: {_first(choices)})" if listed_as else "")
 

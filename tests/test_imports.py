@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "evaluation": "errors system config core kernels datasets models",
     "runs": "errors autograd system config kernels evaluation",
     "training": "errors system config kernels datasets mixers models evaluation runs",
-    "serving": "errors config datasets models evaluation",
+    "serving": "errors system config datasets models evaluation",
     "experiments": "errors system config datasets mixers models evaluation runs training",
     "comparing": "errors system config datasets evaluation runs training experiments",
     "reporting": "errors system config datasets evaluation training experiments comparing",

@@ -19,10 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from recbft.datasets import Dataset
 from recbft.datasets.events import check_unit, in_unit
 from recbft.datasets.vocabulary import Vocabulary
-from recbft.errors import RunError, RunInterruptedError, UserError
+from recbft.errors import RunError, RunInterruptedError, UserError, permission_denied
 from recbft.evaluation.probability import Calibration
 from recbft.runs import checkpoint
 from recbft.runs.folder import RunFolder
@@ -38,6 +40,7 @@ class TrainedRun(NamedTuple):
     config: RunConfig
     model: Any  # a module that is a ``SequenceModel``
     vocabulary: Vocabulary
+    counts: Tensor  # (V + 1,) events of each item in training, index 0 padding
     weights: str | None  # the SHA-256 of their file
     protocol: dict[str, Any]  # the folder may go before this object does
     calibrations: dict[bool, Calibration | None]  # by filter_seen
@@ -49,9 +52,9 @@ class TrainedRun(NamedTuple):
         run = RunFolder(RunFolder.open(path).path.resolve())
         # Before they are read: those that a training puts there meanwhile are not taken for them.
         weights = checkpoint.best_digest(run.checkpoint)
-        run, config, vocabulary, model = load_trained(run.path)
+        run, config, vocabulary, counts, model = load_trained(run.path)
         calibrations = {filter_seen: run.calibration(filter_seen=filter_seen) for filter_seen in (False, True)}
-        return cls(run, config, model, vocabulary, weights, run.protocol, calibrations)
+        return cls(run, config, model, vocabulary, counts, weights, run.protocol, calibrations)
 
     @property
     def time_unit(self) -> str | None:
@@ -155,6 +158,8 @@ def python_errors(path: Path, dataset: Dataset | None) -> Iterator[None]:
     handled = sys.exc_info()[1]
     try:
         yield
+    except PermissionError as error:
+        raise UserError(permission_denied(error)) from None
     except (UserError, RunError) as error:
         _let_go(error, handled)
         if not isinstance(error, RunInterruptedError):
@@ -170,8 +175,10 @@ def free_folder(path: Path, dataset: Dataset | None) -> Path:
         run = RunFolder(path)
         if not run.is_run:
             raise
-        way = f"Recommender.load({str(path)!r})" if run.is_finished else _resuming(path, dataset)
-        raise UserError(f"{error} (in Python: {way})") from None
+        if run.is_finished:
+            way = f"load it with Recommender.load({str(path)!r})"
+            RunFolder.refuse_taken(path, remedy=way)
+        raise UserError(f"{error} (in Python: {_resuming(path, dataset)})") from None
     return path
 
 

@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,11 +20,12 @@ import numpy as np
 import pandas as pd
 
 from recbft.api.own_run import TrainedRun, fitted_folder, free_folder, python_errors
+from recbft.api.progress import listener
 from recbft.config.fields import is_whole
 from recbft.datasets import Dataset
 from recbft.datasets.config import DataConfig
 from recbft.datasets.planted import planted_reliability
-from recbft.errors import UserError
+from recbft.errors import UserError, permissions_explained
 from recbft.evaluation.evaluate import Evaluation, evaluate
 from recbft.evaluation.mechanism import mechanism
 from recbft.evaluation.probability import Calibration
@@ -31,20 +33,23 @@ from recbft.evaluation.uncertainty import uncertainty
 from recbft.kernels import c_library
 from recbft.runs.folder import RunFolder
 from recbft.serving.explanations import explanation_table
-from recbft.serving.histories import Histories
+from recbft.serving.filters import Choice
+from recbft.serving.histories import Histories, in_usual_columns
 from recbft.serving.lists import (
-    ItemVectors,
-    UserVectors,
+    Fallback,
+    Recommended,
     check_filter_seen,
-    item_vectors,
     joined,
     recommend_in_blocks,
-    user_vectors,
+    recommend_lists,
 )
+from recbft.serving.new_items import with_items
+from recbft.serving.vectors import ItemVectors, UserVectors, item_vectors, similar_items, user_vectors
 from recbft.system.files import new_folder, user_path
 from recbft.system.torch_state import one_thread_if_forked
 from recbft.training import one_run
 from recbft.training.build import run_protocol
+from recbft.training.bundle import CONTENT_FOLDER, own_config, refuse_other_data
 from recbft.training.join import By
 from recbft.training.join import join as join_runs
 from recbft.training.process_team import join_team
@@ -101,14 +106,15 @@ class Recommender:
         dataset: Dataset | None = None,
         *,
         out: str | Path | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
         warm_start: bool = False,
     ) -> Recommender:
         """Train on a data set (the configured one unless given) and keep the best weights.
 
         Args:
             out: the run's folder; a temporary one, gone with this object, unless given.
-            progress: an object that is told how it goes, as ``recbft.training.progress.Progress``; none unless given.
+            progress: True or False for a line that says how it goes, which terminals and notebooks have unless it is
+                given; or an object that is told, as ``recbft.training.progress.Progress``.
             warm_start: begin from the weights of the run that this recommender holds, of which
                 ``training.warm_start_keep`` says how much is kept; without it one that holds a run trains from scratch.
 
@@ -118,6 +124,7 @@ class Recommender:
             RunError: training failed; after an interruption the folder stays, and ``resume`` goes on with it.
         """
         _check_dataset(dataset)
+        watcher = listener(progress, self.config.training.valid_metric)
         config = self.config if dataset is None else self._config_for(dataset)
         if warm_start:
             older = str(self._own_run().path)
@@ -128,7 +135,7 @@ class Recommender:
         with fitted_folder(out) as place:
             path = together.first_does(lambda: free_folder(place.path, dataset))
             with python_errors(path, dataset):
-                run = one_run.train(config, path, dataset=dataset, progress=progress)
+                run = one_run.train(config, path, dataset=dataset, progress=watcher)
                 if out is None and not together.leads:  # the first process's folder goes with that process's object
                     shutil.copytree(run.path, place.path)
                     run = RunFolder.open(place.path)
@@ -144,7 +151,7 @@ class Recommender:
         dataset: Dataset | None = None,
         *,
         data_root: str | Path | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
     ) -> Recommender:
         """Go on with a fit that was stopped, exactly as if it had not been; a finished one is loaded.
 
@@ -159,7 +166,9 @@ class Recommender:
         """
         _check_dataset(dataset)
         with python_errors(user_path(path), dataset):
-            one_run.resume(path, data_root=data_root, dataset=dataset, progress=progress)
+            metric = own_config(RunFolder.open(path)).training.valid_metric
+            watcher = listener(progress, metric)
+            one_run.resume(path, data_root=data_root, dataset=dataset, progress=watcher)
         return cls.load(path, data_root=data_root)
 
     @classmethod
@@ -198,6 +207,30 @@ class Recommender:
             place.go_with(made.run)
         return made
 
+    def with_items(
+        self, items: Any, *, item: str | None = None, events: Mapping[Any, int] | None = None
+    ) -> Recommender:
+        """A recommender that lists new items too, and reads them in histories, by their content alone.
+
+        The model is not trained again, and the run in its folder stays as it is: ``load`` knows none of them.
+
+        Args:
+            items: features, with the columns of those in training: a frame or a file, a row per item. Items that the
+                model knows stay as they are.
+            item: the column with the item ids, if it is not ``item_id``.
+            events: raw id -> how many events a new item has had so far; 0 unless given. Nothing was learned of them,
+                but they tell how surely the item is none of those that nobody chooses.
+
+        Raises:
+            UserError: the model reads no item features, or a column or value cannot be read.
+        """
+        trained = self._fitted()
+        folder = self._own_run().checkpoint / CONTENT_FOLDER
+        grown = with_items(trained.model, trained.vocabulary, trained.counts, folder, items, item=item, events=events)
+        other = copy.copy(self)
+        other._trained = trained._replace(model=grown.model, vocabulary=grown.vocabulary, counts=grown.counts)
+        return other
+
     def evaluate(self, dataset: Dataset | None = None, part: Literal["validation", "test"] = "test") -> Evaluation:
         """Full-ranking metrics and ranks on a part of a data set with the vocabulary this model was trained with.
 
@@ -228,37 +261,72 @@ class Recommender:
         k: int = 10,
         *,
         filter_seen: bool = True,
-        exclude: Iterable[Any] | None = None,
-        candidates: Iterable[Any] | None = None,
+        exclude: Choice | None = None,
+        candidates: Choice | None = None,
+        fallback: Fallback | None = None,
     ) -> pd.DataFrame:
         """The k best items for each history, with their probabilities and the posterior precision behind each list.
 
         Args:
             histories: raw item ids, oldest first, by user (a mapping, or a pandas series of lists), without users (a
-                sequence of sequences, numbered from 0), or a data frame (pandas, polars, pyarrow) with columns
-                ``user_id`` and ``item_id`` in time order, and ``timestamp`` for a model that reads times. Users need
-                not have been seen in training. Events are taken as they are: filter them as the training data were.
+                sequence of sequences, numbered from 0), or a data frame (pandas, polars, pyarrow) in time order with
+                columns ``user_id`` and ``item_id``, and ``timestamp`` for a model that reads times, or with those of
+                the frame or file that the run was trained on. Users need not have been seen in training. Events are
+                taken as they are: filter them as the training data were.
             filter_seen: leave out the items of the history itself.
-            exclude: raw ids of items that no list may hold, such as what is sold out.
-            candidates: raw ids of the only items that lists may hold. Unknown ids in ``exclude`` and ``candidates``
-                have no effect, unless all are: then the first is warned about and the second refused.
+            exclude: raw ids of items that no list may hold, such as what is sold out; or a mapping from users to such
+                ids, for each user's own list.
+            candidates: raw ids of the only items that lists may hold, or a mapping from users to them: a user without
+                an entry gets an empty list. Unknown ids in ``exclude`` and ``candidates`` have no effect, unless all
+                are: then the first is warned about and the second refused.
+            fallback: "popular" gives users without a known item, and those of whom no item is left, the items that
+                have most events in training; ``filter_seen`` does not apply to them, the other filters do.
 
         Returns:
             Columns user, item, score, rank (from 1), precision (NaN where the model keeps none), probability. A user of
             whom fewer than k items are left gets those: fewer rows, or none. ``probability`` is how likely the user's
             next event is of this item, if it is of one that the list may hold: one of the ``candidates``, not seen
             (``filter_seen``), not excluded. Its sum over a list is how likely the next item is on it. What
-            makes it of the scores is ``calibration``; NaN where that is None.
+            makes it of the scores is ``calibration``; NaN where that is None. With a ``fallback`` a column of that name
+            is true where a list is of popular items, whose score, precision and probability are NaN.
 
             ``attrs`` counts what was skipped, ``unknown_events`` of items the model does not know and ``skipped_users``
             with no known item; and ``short_lists``, of fewer than k items, with the length of the ``shortest_list``.
 
         Raises:
-            ColdStartError: no user has a known item.
+            ColdStartError: no user has a known item, and there is no fallback.
             UserError: as ``recbft.serving.lists.recommend_in_blocks``.
         """
-        ask = partial(self._of_model(recommend_in_blocks), calibration=self.calibration(filter_seen=filter_seen))
-        return joined(ask(histories, k, filter_seen=filter_seen, exclude=exclude, candidates=candidates))
+        return joined(
+            self._lists(
+                recommend_in_blocks, histories, k, filter_seen=filter_seen, exclude=exclude, candidates=candidates,
+                fallback=fallback,
+            )
+        )  # fmt: skip
+
+    def recommend_lists(
+        self,
+        histories: Histories,
+        k: int = 10,
+        *,
+        filter_seen: bool = True,
+        exclude: Choice | None = None,
+        candidates: Choice | None = None,
+        fallback: Fallback | None = None,
+    ) -> list[Recommended]:
+        """As ``recommend``, in plain Python values and in less time: for a service.
+
+        Returns:
+            For each history, in order, ``items`` with their ``scores`` and ``probabilities``, the ``precision`` behind
+            them, and whether they are a ``fallback``. The list of a user with no known item is empty without one.
+
+        Raises:
+            UserError: as ``recommend``; a user with no known item is none.
+        """
+        return self._lists(
+            recommend_lists, histories, k, filter_seen=filter_seen, exclude=exclude, candidates=candidates,
+            fallback=fallback,
+        )  # fmt: skip
 
     def recommend_in_blocks(
         self,
@@ -266,8 +334,9 @@ class Recommender:
         k: int = 10,
         *,
         filter_seen: bool = True,
-        exclude: Iterable[Any] | None = None,
-        candidates: Iterable[Any] | None = None,
+        exclude: Choice | None = None,
+        candidates: Choice | None = None,
+        fallback: Fallback | None = None,
     ) -> Iterator[pd.DataFrame]:
         """As ``recommend``, some thousand users after the other, so that memory does not grow with the lists.
 
@@ -275,8 +344,25 @@ class Recommender:
             Tables whose rows, one after the other, are those of ``recommend``, each made when it is asked for; what is
             wrong with the request is said before the first. ``attrs`` count what no table before has counted.
         """
-        ask = partial(self._of_model(recommend_in_blocks), calibration=self.calibration(filter_seen=filter_seen))
-        return ask(histories, k, filter_seen=filter_seen, exclude=exclude, candidates=candidates)
+        return self._lists(
+            recommend_in_blocks, histories, k, filter_seen=filter_seen, exclude=exclude, candidates=candidates,
+            fallback=fallback,
+        )  # fmt: skip
+
+    def similar_items(self, item: Any, k: int = 10) -> pd.DataFrame:
+        """The k items whose vectors in the model point most nearly where that of an item does.
+
+        Args:
+            item: a raw item id, which is not among them.
+
+        Returns:
+            Columns item, score (the cosine of the two vectors, without item biases) and rank (from 1).
+
+        Raises:
+            UserError: the model does not know the item, or it has no vectors, as ``pop``.
+        """
+        trained = self._fitted()
+        return similar_items(trained.model, trained.vocabulary, item, k)
 
     def calibration(self, *, filter_seen: bool = True) -> Calibration | None:
         """``temperature`` T and ``lapse`` u of the probabilities (1 - u) softmax(scores / T) + u / n of ``recommend``.
@@ -296,7 +382,8 @@ class Recommender:
         and what was skipped.
         """
         trained = self._fitted()
-        return user_vectors(trained.model, trained.vocabulary, histories, time_unit=trained.time_unit)
+        named = self._in_usual_columns(histories)
+        return user_vectors(trained.model, trained.vocabulary, named, time_unit=trained.time_unit)
 
     def item_vectors(self) -> ItemVectors:
         """The items of the model and a vector of each, for an index of nearest neighbours by inner product."""
@@ -307,7 +394,7 @@ class Recommender:
         """Which events of a history speak for an item, or for the best ones.
 
         Args:
-            history: raw item ids, oldest first, or a data frame with columns ``user_id`` and ``item_id`` of one user.
+            history: raw item ids, oldest first, or a data frame of one user as ``recommend`` takes it.
             item: the raw id of the item to explain; the k best items that are not in the history unless given.
             k: how many of those, 3 unless given.
 
@@ -318,7 +405,7 @@ class Recommender:
             NaN for the only event of a history). ``attrs``: ``precision`` behind the scores (None without one),
             ``own_weight`` of a token that is no event, such as a mask, and ``unknown_events``, which were skipped.
         """
-        return self._of_model(explanation_table)(history, item, k)
+        return self._of_model(explanation_table)(self._in_usual_columns(history), item, k)
 
     def probe(
         self,
@@ -377,13 +464,12 @@ class Recommender:
     def own_dataset(self) -> Dataset:
         """The data set that this model was trained on, from where it lies now; refused if it holds something else."""
         trained = self._fitted()
-        dataset, content = self.config.data.load_again(), str(trained.protocol["content_hash"])
-        if dataset.content_hash != content:
-            raise UserError(
-                f"{trained.run.path} was trained on content {content[:12]}, but its data set {dataset.name!r} as "
-                f"loaded has {dataset.content_hash[:12]}; restore the data it was trained on, or to use other data on "
-                "purpose, give them with -d, or in Python as dataset"
-            )
+        dataset = self.config.data.load_again()
+        remedy = (
+            "restore the data it was trained on, or to use other data on purpose, give them with -d, or in Python as "
+            "dataset"
+        )
+        refuse_other_data(trained.protocol, dataset, f"{trained.run.path} was trained", remedy)
         return dataset
 
     def save(self, path: str | Path) -> None:
@@ -393,7 +479,11 @@ class Recommender:
             UserError: something stands there, it lies in the run's own folder, or that is gone, holds another run or is
                 being trained.
         """
-        run, path = self._own_run(), user_path(path)
+        with permissions_explained():
+            self._save(user_path(path))
+
+    def _save(self, path: Path) -> None:
+        run = self._own_run()
         if path.is_dir() and any(path.iterdir()):
             raise UserError(f"{path} is a folder with files in it; name another, or remove it first")
         RunFolder.refuse_taken(path)
@@ -403,25 +493,36 @@ class Recommender:
             shutil.copytree(run.path, made, dirs_exist_ok=True)
 
     @classmethod
-    def load(cls, path: str | Path, *, data_root: str | Path | None = None) -> Recommender:
+    def load(cls, path: str | Path, *, data_root: str | Path | None = None, unfinished: bool = False) -> Recommender:
         """The recommender of a run folder, with its best weights.
 
         Args:
-            data_root: the folder of data sets in which ``evaluate`` and ``probe`` look for the run's own.
+            data_root: the folder of data sets in which ``evaluate`` and ``probe`` look for the run's own; unless given
+                that in which it was found for training.
+            unfinished: take a run too whose training was stopped or still goes on, with the best weights of its epochs
+                so far. Its lists have no probabilities.
 
         Raises:
-            UserError: there is no run, it has no weights yet, or a file is damaged.
+            UserError: there is no run, it is not finished or has no weights yet, or a file cannot be read.
         """
         c_library.missing()  # builds them now if ever, not while the first request waits
         recommender = cls.__new__(cls)
         recommender._open(user_path(path), None if data_root is None else str(data_root))
+        run = recommender.run
+        assert run is not None
+        if not (unfinished or run.is_finished):
+            raise UserError(
+                f"{path} is not finished: training was stopped or still goes on; go on with Recommender.resume("
+                f"{str(path)!r}), or give unfinished=True to take the best weights of its epochs so far"
+            )
         return recommender
 
     def _open(self, path: Path, data_root: str | None) -> None:
         one_thread_if_forked()
-        self._trained = TrainedRun.read(path)
+        with permissions_explained():
+            self._trained = TrainedRun.read(path)
         config = self._trained.config
-        self.config = replace(config, data=replace(config.data, data_root=data_root))  # which no run writes down
+        self.config = replace(config, data=replace(config.data, data_root=data_root or config.data.data_root))
 
     def _own_run(self) -> RunFolder:
         """The folder of this object's run, which has not been put there by somebody else since."""
@@ -441,6 +542,18 @@ class Recommender:
         """A function that asks a model about histories, of this one."""
         trained, memory_mb = self._fitted(), self.config.evaluation.memory_mb
         return partial(ask, trained.model, trained.vocabulary, memory_mb=memory_mb, time_unit=trained.time_unit)
+
+    def _lists(self, ask: Callable[..., T], histories: Histories, k: int, *, filter_seen: bool, **how: Any) -> T:
+        """What ``ask`` makes of histories, with what it takes of the run for it."""
+        calibration, popular = self.calibration(filter_seen=filter_seen), self._fitted().counts
+        named = self._in_usual_columns(histories)
+        ask = partial(self._of_model(ask), calibration=calibration, popular=popular)
+        return ask(named, k, filter_seen=filter_seen, **how)
+
+    def _in_usual_columns(self, histories: Any) -> Any:
+        """A frame of histories may have the names of columns that the run's data had."""
+        data = self.config.data
+        return in_usual_columns(histories, data.user, data.item, data.time, data.session)
 
     def _fitted(self) -> TrainedRun:
         if self._trained is None:

@@ -23,6 +23,16 @@ from recbft.errors import UserError, did_you_mean
 
 # What RecBole calls some of our keys: the message about an unknown key then names ours.
 RECBOLE_NAMES = NAMED | {key: NAMED.get(meant, meant) for key, meant in OTHER_WORDS.items()}
+# What other libraries call our keys.
+ELSEWHERE = {
+    "lr": "learning_rate",
+    **dict.fromkeys(("embedding_dim", "emb_dim", "emb_size", "hidden_dim", "hidden_units", "d_model"), "hidden_size"),
+    **dict.fromkeys(("max_len", "maxlen", "seq_len", "sequence_length"), "max_length"),
+    **dict.fromkeys(("num_epochs", "n_epochs", "max_epochs"), "epochs"),
+    **dict.fromkeys(("num_blocks", "n_blocks"), "n_layers"),
+    "n_negatives": "num_negatives",
+}
+FEW_NAMES = 20  # that a message lists
 MOST_BYTES = 2**18  # of a file of settings
 MOST_VALUES = 20_000  # that a file or a setting stands for
 
@@ -172,12 +182,13 @@ def _put(tree: dict[str, Any], section: str, name: str, value: Any) -> None:
 
 def _nearest(name: str, names: Collection[str], beyond: Collection[str] = ()) -> str:
     """Which of ``names`` was meant, or what recbft calls it, there or in ``beyond``."""
-    own = RECBOLE_NAMES.get(name, "").rpartition(".")[2]
+    own = RECBOLE_NAMES.get(name, ELSEWHERE.get(name, "")).rpartition(".")[2]
     if own in {*names, *beyond}:
         return f"recbft calls it {own!r}" + (", which is one more" if name == "stopping_step" else "")
     if name in IGNORED | HANDLED | OTHER_WORDS.keys():
         return "RecBole's keys are read in a config file alone"
-    return did_you_mean(name, names)
+    many = "`recbft models NAME`" if len(names) > FEW_NAMES else None
+    return did_you_mean(name, names, listed_by=many)
 
 
 def parse_yaml(text: str, source: str) -> Any:

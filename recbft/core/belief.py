@@ -116,6 +116,8 @@ class SequenceContext:
     @untransformed
     def first(self) -> Tensor:
         """(B, T) integers, the column of the earliest token of each token's segment; its own column for padding."""
+        if len(self.segment) == 1 and not self.segment.any():  # one history alone, as a service is asked about
+            return self.position.argmin(dim=1, keepdim=True).expand_as(self.position)
         early = self.position.argsort(dim=1)
         order = early.gather(1, self.segment.gather(1, early).argsort(dim=1, stable=True))  # by segment, then position
         segment = self.segment.gather(1, order)
@@ -165,6 +167,8 @@ class Readers:
     @classmethod
     def of(cls, only: Tensor, B: int, T: int) -> Readers:
         """Places for tokens that are counted through the rows, ``row * T + column``, (N,), in any order."""
+        if B == 1:
+            return cls(only[None], torch.arange(len(only), device=only.device))
         row = torch.div(only, T, rounding_mode="floor")
         count = torch.bincount(row, minlength=B)
         order = torch.argsort(row, stable=True)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.features import kinds_in
-from recbft.datasets.formats import ending
-from recbft.datasets.loading import default_dataset
+from recbft.datasets.formats import ending, is_there, whole_path
+from recbft.datasets.loading import AUTO, DATA_ROOT_VARIABLE, SYNTHETIC, default_dataset, is_known, place_of
 from recbft.datasets.prepare import Preparation
 from recbft.errors import MissingColumnError, UserError
 
@@ -56,26 +58,35 @@ class DataConfig:
 
     @classmethod
     def behind(cls, dataset: Dataset, **more: Any) -> DataConfig:
-        """What reads the file behind a data set that is given as it was read here: by its columns and with its filters.
+        """What reads the file behind a data set that is given as it was read here: from its place, by its columns and
+        with its filters.
 
         Args:
             more: other fields; filters among them hold where the data set is a card's or a canonical file's as it is.
         """
         filters = dataset.preparation.get("filters", {}) if dataset.columns else {}
-        values: dict[str, Any] = {**more, "dataset": dataset.name, **dataset.columns, **filters}
+        values: dict[str, Any] = {**more, "dataset": dataset.name, **dataset.place, **dataset.columns, **filters}
         if dataset.features is not None and dataset.features.files:
             named = tuple(f"{column}={kind}" for column, kind in dataset.features.named.items())
             values |= {"items": dataset.features.files, "item_kinds": named or None}
         return cls(**values)
 
     def resolved(self) -> DataConfig:
-        """The same with the data set named; a warning says so where a stand-in takes the default's place."""
+        """The same with the data set named, files by their whole paths, which any folder leads to.
+
+        A warning says so where a stand-in takes the default's place.
+        """
+        items = self.items and tuple(file if file == AUTO else whole_path(file) for file in self.items)
+        lasting = replace(self, items=items)
         if self.dataset is not None:
-            return self
+            with suppress(UserError):  # it is not there, as who reads it says
+                found = place_of(self.dataset, self.data_root)["dataset"]
+                return replace(lasting, dataset=found) if is_there(Path(found)) else lasting
+            return lasting
         name, notice = default_dataset(self.data_root)
         if notice is not None:
             warnings.warn(notice, stacklevel=2)
-        return replace(self, dataset=name)
+        return replace(lasting, dataset=name)
 
     def load(self) -> Dataset:
         """Read and prepare the data."""
@@ -87,7 +98,8 @@ class DataConfig:
             if error.column not in ("user_id", "item_id"):  # which nobody has named
                 raise
             role = error.column.removesuffix("_id")
-            raise UserError(f"{error}; name the column as {role}: --{role} NAME, or --set {role}=NAME") from None
+            said = f"{role}='NAME' in Python, --{role} NAME or --set {role}=NAME in a shell"
+            raise UserError(f"{error}; name the column as {role}: {said}") from None
 
     def load_again(self, dataset: str | None = None, data_root: str | None = None, **how: Any) -> Dataset:
         """The data of a run that was begun earlier, from where they lie now.
@@ -98,19 +110,45 @@ class DataConfig:
             data_root: where to look for it.
             how: its columns, separator or column names where they are not those of the run's own.
         """
+        own = self.dataset if dataset is None else dataset
+        place = replace(self, dataset=own, data_root=data_root or self.data_root)
         try:
-            own = self.dataset if dataset is None else dataset
-            place = replace(self, dataset=own, data_root=data_root or self.data_root)
             if ending(Path(str(place.dataset))) != ending(Path(str(self.dataset))):
                 place = replace(place, separator=None, columns=None)
             return replace(place, **how).load()
         except UserError as error:
             if dataset is not None:
                 raise
+            give = "give it with -d, in Python as dataset"
+            if self.is_unknown and not place.data_root:
+                raise UserError(
+                    f"the run was trained on a frame of Python, {self.dataset!r}, which is not kept with it: make the "
+                    f"data set of the same events again and {give}"
+                ) from None
             raise UserError(
-                f"{error} (the run's own data set is {self.dataset!r}: if it lies elsewhere, or was made of a frame in "
-                "Python, give it with -d, or in Python as dataset)"
+                f"{error} (the run's own data set is {self.dataset!r}: if it lies elsewhere or was a frame, {give})"
             ) from None
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether the data set is neither a name that is known nor the path of a file, as one made of a frame."""
+        name = str(self.dataset)
+        return self.dataset is not None and not is_known(name) and not os.path.isabs(name)
+
+    def remembered(self) -> dict[str, str]:
+        """The folder that a data set, or its items, was looked for in by its name, for whoever asks for it again."""
+        with suppress(UserError):  # a frame's
+            place = place_of(str(self.dataset), self.data_root)
+            if "data_root" not in place and any(file != AUTO and not os.path.isabs(file) for file in self.items or ()):
+                place = place_of(SYNTHETIC, self.data_root)
+            return {key: path for key, path in place.items() if key == "data_root"}
+        return {}
+
+    def in_remembered(self, data_root: Any) -> DataConfig:
+        """The same in the folder that was remembered, unless another is named or that is gone."""
+        if self.data_root or os.environ.get(DATA_ROOT_VARIABLE) or not (data_root and os.path.isdir(data_root)):
+            return self
+        return replace(self, data_root=data_root)
 
     def check_prepared(self, dataset: Dataset) -> None:
         """Refuse settings that would have made another data set than one that is given."""

@@ -48,6 +48,7 @@ from recbft.datasets.loading import (
     atomic_items,
     by_session,
     find_events,
+    place_of,
     root_folder,
 )
 from recbft.datasets.prepare import MIN_HISTORY, Preparation, prepare
@@ -81,6 +82,8 @@ class Dataset:
     # that a card or a canonical file has; empty where it is one of these as it stands
     columns: dict[str, str | None] = field(default_factory=dict)
     features: ItemFeatures | None = None  # of all V items, in the order of their indices
+    # what ``load`` would find it by from any folder, as keys of a configuration; empty where it was not loaded
+    place: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.offsets[0] == 0 and self.offsets[-1] == len(self.items), "offsets span the events"
@@ -202,7 +205,9 @@ class Dataset:
             counts = Counts(users=made.num_users, items=made.num_items, events=made.num_events)
             found.check(counts, made.content_hash)
         record = {**made.preparation, **found.record} if found.as_saved is None else found.as_saved
-        made = replace(made, preparation=record, columns=found.columns)
+        form = {key: asked[key] for key in ("separator", "columns") if key in asked}
+        place = place_of(name_or_path, data_root) | form
+        made = replace(made, preparation=record, columns=found.columns, place=place)
         if items is None:
             return made
         files = atomic_items(found.path) if items in (AUTO, [AUTO], (AUTO,)) else items

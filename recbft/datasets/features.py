@@ -41,7 +41,16 @@ from recbft.datasets.columns import (
     stands_for_nothing,
 )
 from recbft.datasets.events import read_ids
-from recbft.datasets.formats import column_names, column_types, ending, read_table, reading, source_files
+from recbft.datasets.formats import (
+    column_names,
+    column_types,
+    ending,
+    is_there,
+    read_table,
+    reading,
+    source_files,
+    whole_path,
+)
 from recbft.datasets.hashing import sha256_of, text_parts
 from recbft.datasets.vocabulary import Vocabulary, canonical_text
 from recbft.errors import UserError, did_you_mean
@@ -185,7 +194,7 @@ class ItemFeatures:
             vectors={name: _read_npy(other) for name, other in others.items() if name not in skipped},
             just=just,
         )
-        return replace(made, files=tuple(str(file) for file in given), named=named)
+        return replace(made, files=tuple(whole_path(file) for file in given), named=named)
 
     def aligned(self, ids: NDArray[Any]) -> ItemFeatures:
         """The features of items with these raw ids, in their order; an item without a row has every value missing."""
@@ -349,10 +358,10 @@ def _distinct_ids(column: Any, name: str, source: str) -> NDArray[Any]:
 
 def _found(file: str | Path, data_root: str | Path | None) -> Path:
     path = user_path(file)
-    if path.exists() or path.is_absolute() or not data_root:
+    if is_there(path) or path.is_absolute() or not data_root:
         return path
     below = user_path(data_root) / path
-    return below if below.exists() else path
+    return below if is_there(below) else path
 
 
 def _read_npy(path: Path) -> NDArray[Any]:

@@ -24,6 +24,7 @@ import glob
 import gzip
 import io
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -187,6 +188,17 @@ def source_files(path: str | Path) -> list[Path]:
 def is_pattern(path: Path) -> bool:
     """Whether a path stands for all that match it."""
     return glob.has_magic(str(path))
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is such a file or folder, or one that a pattern stands for."""
+    return path.exists() or (is_pattern(path) and any(glob.iglob(str(path), recursive=True)))
+
+
+def whole_path(path: str | Path) -> str:
+    """A path that leads there from any folder; as it is where nothing is there, as of what lies in a data root."""
+    found = user_path(path)
+    return os.path.abspath(found) if is_there(found) else str(path)
 
 
 def column_types(path: str | Path) -> dict[str, str]:

@@ -35,6 +35,7 @@ from recbft.datasets.formats import (
     column_types,
     ending,
     is_pattern,
+    is_there,
     read_table,
     reading,
     source_files,
@@ -95,6 +96,11 @@ class Card:
 def card_names() -> list[str]:
     """The names that have a card, sorted."""
     return sorted(_cards())
+
+
+def is_known(name: str) -> bool:
+    """Whether a name stands for a data set wherever it is said."""
+    return name == SYNTHETIC or name in _cards()
 
 
 def card(name: str) -> Card:
@@ -213,6 +219,19 @@ def by_session(asked: Mapping[str, Any]) -> dict[str, Any]:
 def source_files_of(name_or_path: str | Path, data_root: str | Path | None) -> list[Path]:
     """The files that are read for a name; none for the generator's."""
     return [] if str(name_or_path) == SYNTHETIC else source_files(_locate(name_or_path, data_root)[0])
+
+
+def place_of(name_or_path: str | Path, data_root: str | Path | None) -> dict[str, str]:
+    """What finds a data set again from any folder, as keys of a configuration: a file by its whole path.
+
+    A name, of a card or a file in the data root, stays one, with that folder.
+    """
+    name, folder = str(name_or_path), root_folder(data_root)
+    if not is_known(name):
+        file = os.path.abspath(_locate(name_or_path, data_root)[0])
+        if folder is None or is_there(user_path(name)):
+            return {"dataset": file}
+    return {"dataset": name} | ({} if folder is None else {"data_root": os.path.abspath(folder)})
 
 
 def _locate(name_or_path: str | Path, data_root: str | Path | None) -> tuple[Path, CardFile, Card | None]:

@@ -8,8 +8,8 @@ Shapes: N users, V items, D state width; a block has n users by w items.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recbft.datasets.statistics import distinct
+from recbft.datasets.vocabulary import shown_id
 from recbft.errors import RunError, UserError
 from recbft.kernels.product import common_size, fastest_layout, product
 from recbft.models.contract import ItemTable
@@ -149,6 +150,41 @@ class Excluded(NamedTuple):
             block.index_fill_(1, out, -torch.inf)
 
 
+class Allowed(NamedTuple):
+    """Distinct pairs of a user and an item that may be recommended, by user, and no others."""
+
+    user: IntArray  # (E,)
+    item: IntArray  # (E,)
+    offsets: IntArray  # (N + 1,)
+
+    @classmethod
+    def of(cls, items: IntArray, offsets: IntArray, num_items: int, but: Excluded) -> Allowed:
+        """User u's are ``items[offsets[u]:offsets[u + 1]]``, without those that are excluded."""
+        num_users = len(offsets) - 1
+        user = np.repeat(np.arange(num_users), np.diff(offsets))
+        pairs = distinct(user * (num_items + 1) + items[offsets[0] : offsets[-1]])
+        pairs = np.setdiff1d(pairs, but.user * (num_items + 1) + but.item, assume_unique=True)
+        user, item = pairs // (num_items + 1), pairs % (num_items + 1)
+        real = (item > 0) & ~np.isin(item, but.barred)
+        user, item = user[real], item[real]
+        return cls(user, item, np.searchsorted(user, np.arange(num_users + 1)))
+
+    def left(self, num_items: int) -> IntArray:
+        """How many items each user's list may hold, (N,)."""
+        return np.diff(self.offsets)
+
+    def mask(self, block: Tensor, users: slice, columns: slice) -> None:
+        """Give all other items of a block, in place, a score below theirs."""
+        own = slice(self.offsets[users.start], self.offsets[users.stop])
+        column = self.item[own] - 1 - columns.start
+        here = (column >= 0) & (column < block.shape[1])
+        place = (self.user[own][here] - users.start) * block.shape[1] + column[here]
+        at = torch.from_numpy(place).to(block.device)
+        kept = block.view(-1)[at]
+        block.fill_(-torch.inf)
+        block.view(-1)[at] = kept
+
+
 class NanWatch:
     """Collects the users whose scores are NaN; looks for them where it is cheap, or something could cause one."""
 
@@ -164,11 +200,11 @@ class NanWatch:
             rows = block.amin(1).isnan().nonzero()[:, 0]  # a minimum passes NaN on
             self.broken.update((rows + users.start).tolist())
 
-    def close(self, user_ids: NDArray[np.generic] | None) -> None:
+    def close(self, user_ids: Sequence[Any] | NDArray[np.generic] | None) -> None:
         """End the watch: RunError where there was a NaN."""
         if self.broken:
             first = min(self.broken)
-            name = f"row {first}" if user_ids is None else f"user {user_ids[first : first + 1].tolist()[0]!r}"
+            name = f"row {first}" if user_ids is None else f"user {shown_id(user_ids[first])}"
             raise RunError(
                 f"the model's scores are NaN for {len(self.broken)} of {self.num_users} users, first for {name}; "
                 "its weights are broken: train again with a lower learning rate or with gradient clipping"

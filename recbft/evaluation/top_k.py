@@ -7,7 +7,8 @@ Shapes: N users, V items, D state width; a block has n users by w items.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from recbft.errors import UserError
 from recbft.evaluation.probability import Calibration, LogSum
-from recbft.evaluation.score_blocks import Excluded, NanWatch, align, score_block, spans, user_blocks
+from recbft.evaluation.score_blocks import Allowed, Excluded, NanWatch, align, score_block, spans, user_blocks
 from recbft.models.contract import ItemTable
 
 IntArray = NDArray[np.int64]
@@ -38,11 +39,13 @@ def top_k(
     *,
     exclude_items: IntArray | None = None,
     exclude_offsets: IntArray | None = None,
+    only_items: IntArray | None = None,
+    only_offsets: IntArray | None = None,
     among: IntArray | None = None,
     barred: IntArray | None = None,
     calibration: Calibration | None = None,
     memory_mb: float = 256.0,
-    user_ids: NDArray[np.generic] | None = None,
+    user_ids: Sequence[Any] | NDArray[np.generic] | None = None,
 ) -> TopK:
     """The k items of highest score for every user.
 
@@ -52,6 +55,7 @@ def top_k(
         k: items per user, >= 1; a user of whom fewer are left gets those.
         exclude_items, exclude_offsets: items never recommended to user u,
             ``exclude_items[exclude_offsets[u]:exclude_offsets[u + 1]]``; None excludes nothing.
+        only_items, only_offsets: in the same form the only items that user u may be recommended; None allows all.
         among: items that alone are scored, each once and in order; None scores all.
         barred: items recommended to nobody, each once.
         calibration: what makes probabilities of scores; there are none without it.
@@ -68,16 +72,20 @@ def top_k(
         at = torch.from_numpy(chosen).to(table.weight.device)
         narrow = ItemTable(table.weight[at], None if table.bias is None else table.bias[at])
         own = None if exclude_items is None else _places(exclude_items, among)
+        only = None if only_items is None else _places(only_items, among)
         kept = None if barred is None else np.setdiff1d(_places(barred, among), [0])
         best = top_k(
-            states, narrow, k, exclude_items=own, exclude_offsets=exclude_offsets, barred=kept,
-            calibration=calibration, memory_mb=memory_mb, user_ids=user_ids,
+            states, narrow, k, exclude_items=own, exclude_offsets=exclude_offsets, only_items=only,
+            only_offsets=only_offsets, barred=kept, calibration=calibration, memory_mb=memory_mb, user_ids=user_ids,
         )  # fmt: skip
         return best._replace(items=chosen[best.items])
     states, candidates = align(states, table)
     num_users, num_items = len(states), len(candidates.weight)
     excluded = Excluded.of(exclude_items, exclude_offsets, num_users, num_items, barred)
-    left = excluded.left(num_items)
+    choice: Excluded | Allowed = excluded
+    if only_items is not None and only_offsets is not None:
+        choice = Allowed.of(only_items, only_offsets, num_items, but=excluded)
+    left = choice.left(num_items)
     lengths = np.minimum(k, left)
     shape, dtype = (num_users, k), states.new_empty(0).cpu().numpy().dtype
     best = TopK(np.zeros(shape, np.int64), np.full(shape, np.nan, dtype), lengths, np.full(shape, np.nan))
@@ -94,7 +102,7 @@ def top_k(
         for columns in spans(num_items, width):
             block = score_block(states[users], candidates, columns, room)
             watch.look(block, users)
-            excluded.mask(block, users, columns)
+            choice.mask(block, users, columns)
             if log_sum is not None:
                 log_sum.add(block, first=columns.start == 0)
             block_values, block_items = _best_of_block(block, k)

@@ -174,7 +174,7 @@ def load_optuna() -> Any:
     try:
         optuna: Any = importlib.import_module("optuna")
     except ImportError:
-        raise UserError("tuning needs Optuna, which is not installed; pip install 'recbft[tune]'") from None
+        raise UserError("tuning needs Optuna, which is not installed; pip install optuna") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 

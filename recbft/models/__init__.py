@@ -107,6 +107,7 @@ class Popularity(nn.Module, SequenceModel):
 
     counts: Tensor
     max_length = 1  # events read of a history, of which none matters
+    same_for_all = True
 
     def __init__(self, training_counts: Tensor | NDArray[np.int64]) -> None:
         super().__init__()

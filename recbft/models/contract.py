@@ -44,6 +44,7 @@ class SequenceModel(abc.ABC):
     append: int | None = None  # an item put after the last event, such as a mask, one of the ``max_length`` tokens
     reads_times: bool = False  # whether it needs the time of every event
     shows_target_time: bool = False  # and that of the event after each
+    same_for_all: bool = False  # whether every history, an empty one too, has the same state
     core: CoreConfig | None = None  # the settings of its precision channel, where it has one
 
     @abc.abstractmethod

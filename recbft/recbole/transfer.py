@@ -30,6 +30,7 @@ from recbft.runs.environment import environment
 from recbft.runs.folder import RunFolder
 from recbft.training.build import build_model, new_state, run_protocol
 from recbft.training.bundle import load_trained, own_config, write_vocabulary
+from recbft.training.card import write_card
 
 
 def recbole_settings(run: str | Path) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def from_run(run: str | Path, config: Any, dataset: Any) -> Adapter:
     """
     if not hasattr(dataset, "field2id_token"):
         raise UserError(f"dataset is a {type(dataset).__name__}; give RecBole's data set, such as train_data._dataset")
-    _, run_config, vocabulary, model = load_trained(run)
+    _, run_config, vocabulary, _, model = load_trained(run)
     adapter: Adapter = adapter_for(run_config.model)(config, dataset, run_config)
     numbers = vocabulary.encode(adapter.item_tokens[1:].tolist())
     _check_same_items(numbers, adapter.item_tokens[1:], model, str(run))
@@ -127,6 +128,7 @@ def to_run(model: Adapter, data: Dataset, out: str | Path) -> RunFolder:
         "probability": calibrations(ours, data),
         "trained_by": "recbole",
     }
+    write_card(run, metrics)
     run.finish(metrics, parts["test"].per_user)
     return run
 

@@ -32,7 +32,7 @@ PALETTE = ("#7a7a7a", "#0072b2", "#d55e00", "#009e73", "#b5548a", "#8a7400", "#3
 MARKERS = "osD^vP*"
 WIDTH = 5.0  # inches of 72 px: a phone's width less its margins
 LETTERS = 30  # of a line of a name; longer ones would take the room of the drawing
-INSTALL = "plots need matplotlib; install it with: pip install 'recbft[report]'"
+INSTALL = "plots need matplotlib; install it with: pip install matplotlib"
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
     "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "text.color": INK,

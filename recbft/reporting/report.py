@@ -34,7 +34,7 @@ WITH_PLOTS = ("html", "svg")
 
 
 NO_PLOTS = (
-    "This page has no plots, because matplotlib is missing. Install it with pip install 'recbft[report]' and call "
+    "This page has no plots, because matplotlib is missing. Install it with pip install matplotlib and call "
     "recbft report again."
 )
 

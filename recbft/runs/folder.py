@@ -5,6 +5,7 @@
     environment.json  the day, the versions and the machine's kind
     history.csv       a line per epoch
     checkpoint/       the state after the last epoch, and the best weights
+    card.md           what it is, for people, with its figures and their protocol
     per_user.parquet  a rank per user
     metrics.json      written last
 

@@ -38,6 +38,7 @@ from recbft.evaluation.views import evaluation_mode
 from recbft.models.contract import SequenceModel, read_histories
 from recbft.serving.histories import Histories, as_frame, as_list, encode
 from recbft.serving.lists import Asked, blocks_of_lists, check_asked
+from recbft.system.torch_state import threads_for
 
 EXPLAINED = 3
 FloatArray = NDArray[np.float64]
@@ -134,7 +135,8 @@ def explain(model: SequenceModel, history: IntArray, items: IntArray, *, times: 
     num_events = len(history)
     read = min(num_events, model.max_length - (model.append is not None))
     events = np.arange(num_events - read, num_events)
-    with torch.inference_mode(), evaluation_mode(model):
+    work = (1 + read) * read * 32 * model.item_table().weight.shape[1] ** 2
+    with torch.inference_mode(), evaluation_mode(model), threads_for(work):
         table = model.item_table()
         device = table.weight.device
         starts, stops = np.array([0]), np.array([num_events])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +22,7 @@ from recbft.datasets.events import USUAL_TIME, check_unit, in_unit, read_times
 from recbft.datasets.loading import CardFile, by_session, read_events
 from recbft.datasets.prepare import Preparation, kept_rows
 from recbft.datasets.row_order import time_columns, warn_if_out_of_order
-from recbft.datasets.vocabulary import Vocabulary, shown_id
+from recbft.datasets.vocabulary import Vocabulary, canonical_text, shown_id
 from recbft.errors import ColdStartError, UserError
 
 Histories = Mapping[Any, Sequence[Any]] | Iterable[Sequence[Any]] | pd.Series | pd.DataFrame
@@ -35,9 +36,9 @@ class Users(list[Any]):
 
 
 class Encoded(NamedTuple):
-    """Histories of item indices, those without a known item left out."""
+    """Histories of item indices, those without a known item left out unless they are asked for."""
 
-    users: pd.Series[Any]  # (S,) raw ids as they were given
+    users: list[Any]  # (S,) raw ids as they were given
     items: NDArray[np.int64]  # known items side by side
     offsets: NDArray[np.int64]  # (S + 1,)
     times: NDArray[np.int64] | None  # of the items, for models that read times
@@ -91,37 +92,42 @@ def histories_from_file(
     return frame
 
 
-def encode(histories: Any, vocabulary: Vocabulary, *, reads_times: bool, time_unit: str | None) -> Encoded:
+def encode(
+    histories: Any, vocabulary: Vocabulary, *, reads_times: bool, time_unit: str | None, keep_empty: bool = False
+) -> Encoded:
     """Raw histories as item indices, unknown items left out and counted.
 
     Warns where the rows of a frame go back in time, and where its times are whole numbers that look like those of
-    another unit; the warnings point at the program that called recbft.
+    another unit; the warnings point at the program that called recbft. ``keep_empty`` keeps users without a known item.
     """
     histories = as_frame(histories)
     users, lengths, raw = _flatten(histories)
     times = _times(histories, time_unit) if reads_times else None
     if not users:
         raise UserError("there is no history to recommend for; give at least one user with items")
-    if not len(raw):
+    if not len(raw) and not keep_empty:
         raise ColdStartError("the histories hold no item; give at least one of them its item ids, oldest first")
     items = vocabulary.encode(raw)
     known = items > 0
     kept = np.bincount(np.repeat(np.arange(len(users)), lengths)[known], minlength=len(users))
-    if not kept.any():
+    if not (keep_empty or kept.any()):
         raise ColdStartError(
             f"none of the {len(raw):,} items in the histories is in the model's vocabulary "
             f"(such as {shown_id(next(iter(raw)))}, while the model knows {vocabulary.example!r}); check that the ids "
             "are those of the training data"
         )
     _warn_if_out_of_order(histories)
-    skipped = [user for user, count in zip(users, kept, strict=True) if not count]
+    skipped: list[Any] = []
+    if not keep_empty and not kept.all():
+        skipped = [user for user, count in zip(users, kept, strict=True) if not count]
+        users, kept = [user for user, count in zip(users, kept, strict=True) if count], kept[kept > 0]
     return Encoded(
-        users=_column([user for user, count in zip(users, kept, strict=True) if count]),
+        users=users,
         items=items[known],
-        offsets=np.concatenate([[0], np.cumsum(kept[kept > 0])]).astype(np.int64),
+        offsets=np.concatenate([[0], np.cumsum(kept)]).astype(np.int64),
         times=None if times is None else times[known],
         unknown_events=int((~known).sum()),
-        skipped_users=Users(_column(skipped).tolist()),
+        skipped_users=Users(column_of(skipped).tolist() if skipped else ()),
     )
 
 
@@ -131,6 +137,28 @@ def as_frame(histories: Any) -> Any:
     if isinstance(histories, pd.DataFrame) or not is_table:
         return histories
     return pa.RecordBatchReader.from_stream(histories).read_all().to_pandas(integer_object_nulls=True)
+
+
+def in_usual_columns(
+    histories: Any, user: str | None, item: str | None, time: str | None, session: str | None = None
+) -> Any:
+    """A table whose columns have the names of a run's own data, with the usual names; what has those is unchanged."""
+    histories = as_frame(histories)
+    if not isinstance(histories, pd.DataFrame):
+        return histories
+    there = set(histories.columns)
+    who = by_session({"user": user, "session": session})
+    own = {"user_id": who["user"] or "user_id", "item_id": item or "item_id", USUAL_TIME: time or USUAL_TIME}
+    is_usual = session is None and {"user_id", "item_id"} <= there
+    if is_usual or not {own["user_id"], own["item_id"]} <= there:
+        return histories
+    named = histories[[name for name in own.values() if name in there]].rename(
+        columns={name: usual for usual, name in own.items()}
+    )
+    if who["session"] not in there:
+        return named
+    texts = [histories[name].map(partial(canonical_text, name=name)) for name in (own["user_id"], who["session"])]
+    return named.assign(user_id=texts[0].str.cat(texts[1], sep="/"))  # as ``Events`` call them
 
 
 def as_list(
@@ -183,7 +211,7 @@ def _flatten(histories: Any) -> tuple[list[Any], Sequence[int] | NDArray[np.int6
     return users, [len(items) for items in lists], [item for items in lists for item in items]
 
 
-def _column(users: list[Any]) -> pd.Series[Any]:
+def column_of(users: list[Any]) -> pd.Series[Any]:
     """The users as they were given: whole numbers beside others do not become floats."""
     mixed = pd.api.types.infer_dtype(users, skipna=False).startswith("mixed")
     try:

@@ -42,7 +42,7 @@ def with_items(
     """The model with the items that ``given`` has and the vocabulary lacks; see ``Recommender.with_items``.
 
     Args:
-        folder: the checkpoint of the model's run, which holds the transform of its features.
+        folder: that of the transform of the run's features.
         given: a frame, a file or several, or features.
         item: the column with the item ids, if it is not ``item_id``.
         events: raw id -> how many events a new item has had so far; 0 unless given.

@@ -3,13 +3,16 @@
 The vocabulary lies beside the best weights, so that no data set is needed:
 
 checkpoint/vocabulary.parquet    item_id, training_count; a row per item, index order
+checkpoint/content/              how item features become vectors, where the model reads some
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -36,6 +39,7 @@ from recbft.system.torch_state import set_aside
 from recbft.training.process_settings import OwnRandomNumbers
 from recbft.training.run_config import RunConfig, run_config_of
 
+CONTENT_FOLDER = "content"  # how item features become vectors
 VOCABULARY_FILE = "vocabulary.parquet"
 OF_THE_MODEL = ("model", "arm", "mixer", "backbone", "mixing", "moe", "core")  # of a configuration
 
@@ -43,7 +47,8 @@ OF_THE_MODEL = ("model", "arm", "mixer", "backbone", "mixing", "moe", "core")  #
 def write_vocabulary(folder: Path, dataset: Dataset, content: ItemContent | None = None) -> None:
     """Write the vocabulary and training counts, unless they stand there already, whole; and how features are read."""
     if content is not None:
-        content.save(folder)
+        (folder / CONTENT_FOLDER).mkdir(parents=True, exist_ok=True)
+        content.save(folder / CONTENT_FOLDER)
     path = folder / VOCABULARY_FILE
     try:
         ids, _ = _read_vocabulary(path)
@@ -63,8 +68,18 @@ def item_content(config: RunConfig, dataset: Dataset) -> ItemContent | None:
     return ItemContent.fit(dataset.features, dataset.training_counts, how)
 
 
-def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn.Module]:
-    """A trained model with its best weights, in evaluation mode, and what it takes to use it.
+class Trained(NamedTuple):
+    """A trained model with its best weights, in evaluation mode, and what it takes to use it."""
+
+    run: RunFolder
+    config: RunConfig
+    vocabulary: Vocabulary
+    counts: torch.Tensor  # (V + 1,) events of each item in training, index 0 padding
+    model: nn.Module
+
+
+def load_trained(path: str | Path) -> Trained:
+    """The trained model of a run folder.
 
     Raises:
         UserError: no run, no best weights yet, or a file is damaged or belongs to another run.
@@ -90,7 +105,7 @@ def load_trained(path: str | Path) -> tuple[RunFolder, RunConfig, Vocabulary, nn
             "train again into a new folder"
         ) from None
     model.eval()
-    return run, config, Vocabulary(ids), model
+    return Trained(run, config, Vocabulary(ids), counts, model)
 
 
 def model_for(config: RunConfig, training_counts: Tensor, weights: Mapping[str, Tensor]) -> nn.Module:
@@ -136,6 +151,8 @@ def own_config(run: RunFolder, *, to_train: bool = False) -> RunConfig:
     if changed:
         said = ", ".join(f"{key} is {now!r} and was {was!r}" for key, (now, was) in changed.items())
         raise UserError(f"{run.config_file} was changed since the run was begun: {said}; {put_back}")
+    with suppress(UserError):  # who needs more of that file says what is wrong with it
+        return replace(config, data=config.data.in_remembered(run.environment.get("data_root")))
     return config
 
 

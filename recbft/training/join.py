@@ -34,6 +34,7 @@ from recbft.system.files import user_path
 from recbft.system.torchrun import refuse_several
 from recbft.training.build import new_state, run_protocol
 from recbft.training.bundle import OF_THE_MODEL, load_trained, own_config, refuse_other_data, write_vocabulary
+from recbft.training.card import write_card
 from recbft.training.one_run import run_name
 from recbft.training.process_settings import memory_explained, run_settings
 from recbft.training.process_team import ALONE
@@ -79,7 +80,7 @@ def join(
         run.metrics  # noqa: B018  refused unless it is finished
     digests = [checkpoint.best_digest(run.checkpoint) for run in folders]
     loaded = [load_trained(run.path) for run in folders]
-    configs, models = [config for _, config, _, _ in loaded], [model for _, _, _, model in loaded]
+    configs, models = [one.config for one in loaded], [one.model for one in loaded]
     _check_joinable(folders, configs, digests)
     config = _config_of(configs, ARMS[by])
     if not isinstance(dataset, Dataset):
@@ -110,6 +111,7 @@ def join(
             state = replace(new_state(config, dataset), run=new.identity, digits_from=digits_from(device))
             checkpoint.write(new.checkpoint, _snapshot(made, state))
             done = {"best_epoch": None, "epochs": 0, "steps": 0, "training_seconds": seconds}
+            write_card(new, metrics | done)
             new.finish(metrics | done, ranks)
     return new
 

@@ -137,7 +137,7 @@ def begin(
             out,
             config=config.to_yaml(),
             protocol=run_protocol(config, dataset, parts.model, parts.begun_from),
-            environment=environment(device) | processes | dict(remarks or {}),
+            environment=environment(device) | processes | config.data.remembered() | dict(remarks or {}),
             overwrite=overwrite,
         )
     )

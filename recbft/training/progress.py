@@ -76,6 +76,4 @@ class TensorBoard:
 def check_tensorboard(config: TrainingConfig) -> None:
     """Refuse before any work is done where TensorBoard is asked for and is not installed."""
     if config.tensorboard and find_spec("tensorboard") is None:
-        raise UserError(
-            "tensorboard: true needs a package: pip install 'recbft[tensorboard]', or leave the setting out"
-        )
+        raise UserError("tensorboard: true needs a package: pip install tensorboard, or leave the setting out")

@@ -33,7 +33,7 @@ from recbft.config.recbole_yaml import from_recbole, is_recbole, lacking, writte
 from recbft.config.yaml_text import parse_setting, place, read_yaml, to_yaml
 from recbft.datasets.config import DataConfig
 from recbft.datasets.samples import SampleKind
-from recbft.errors import UserError
+from recbft.errors import UserError, closest
 from recbft.evaluation.metrics import METRIC, EvaluationConfig, cutoff
 from recbft.mixers import MIXERS, MixerOptions
 from recbft.models import MODELS
@@ -221,8 +221,8 @@ def run_config_of(
     named = dict(named)
     layers: list[tuple[str, Mapping[str, Any]]] = [("", dict([parse_setting(text)])) for text in settings]
     for key in _PLACES:
-        if isinstance(named.get(key), str):
-            named[key] = Verbatim(named[key])
+        if isinstance(named.get(key), (str, Path)):
+            named[key] = Verbatim(str(named[key]))
     layers.append(("", {key: value for key, value in named.items() if value is not None}))
     words: Mapping[str, str] = {}
     if file is not None:
@@ -265,6 +265,8 @@ def _model_and_mixer(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[s
         with _naming(source):
             model = convert(layer.get("model", model), str, "model")
             mixer = convert(layer.get("mixer", mixer), str | None, "mixer")
+    if model not in MODELS and closest(model, MODELS, alike=0.7) is None:  # such as gru4rec, which is no bert4rec
+        raise UserError(f"model is {model!r}; choose one of {', '.join(sorted(MODELS))}")
     check_choice("model", model, MODELS)
     mixers = MODELS[model].mixers
     if mixer is not None and not mixers:

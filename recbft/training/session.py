@@ -28,6 +28,7 @@ from recbft.runs.folder import RunFolder
 from recbft.system.torchrun import Process
 from recbft.training.build import Parts
 from recbft.training.bundle import item_content, write_vocabulary
+from recbft.training.card import write_card
 from recbft.training.controllers import CROSS_ENTROPY, validation_cross_entropy
 from recbft.training.loop import Row, fit, moment_of
 from recbft.training.process_settings import rng_state, set_rng_state
@@ -267,6 +268,7 @@ class Session:
             "steps": self.state.step,
             "training_seconds": round(sum(float(row["seconds"]) for row in self.rows), 3),
         }
+        self.team.first_does(lambda: write_card(self.run, metrics))
         self.team.first_does(lambda: self.run.finish(metrics, ranks))
 
 

@@ -101,7 +101,9 @@ def test_an_interrupted_fit_goes_on_as_its_message_says_as_if_nothing_had_been(f
         pd.testing.assert_frame_equal(resumed.evaluate(dataset).per_user, expected)
         again = Recommender.resume(place, dataset)  # a finished run is only opened
         assert again.run.metrics == resumed.run.metrics
-        with pytest.raises(UserError, match=r"holds a finished run; .* \(in Python: Recommender\.load\('.*run'\)\)$"):
+        with pytest.raises(
+            UserError, match=r"holds a finished run; name another folder, or load it with Recommender\.load\('.*run'\)$"
+        ):
             Recommender("sasrec", **SMALL).fit(dataset, out=place)
         (place / "protocol.json").unlink()
         with pytest.raises(UserError, match=r"a folder with other files in it; name another folder for the run$"):
@@ -532,7 +534,7 @@ def test_data_that_were_changed_since_training_are_not_taken_for_the_run_s_own(t
     frame.groupby("user_id").head(5).to_csv(file, index=False)  # its test targets were trained on
     changed = Dataset.load(file)
     told = (
-        f"run was trained on content {before[:12]}, but its data set 'own' as loaded has {changed.content_hash[:12]}; "
+        f"run was trained on data with content {before[:12]}, and 'own' as loaded has {changed.content_hash[:12]}; "
         "restore the data it was trained on, or .* give them with -d, or in Python as dataset"
     )
     for one in (recommender, Recommender.load(tmp_path / "run")):
@@ -550,7 +552,7 @@ def test_a_run_of_the_synthetic_data_set_finds_it_again(dataset, tmp_path, monke
     for one in (recommender, Recommender.load(tmp_path / "run")):
         assert one.evaluate().metrics == recommender.run.metrics["test"]
     other = Recommender("pop").fit(dataset)  # generated with other settings, which no name stands for
-    with pytest.raises(UserError, match=r"was trained on content .*, but its data set 'synthetic' as loaded has"):
+    with pytest.raises(UserError, match=r"was trained on data with content .*, and 'synthetic' as loaded has"):
         other.evaluate()
 
 
@@ -632,3 +634,151 @@ def test_a_path_from_home_leads_there_wherever_it_comes_in(tmp_path, monkeypatch
     assert Recommender.load("~/kept").run.path == home / "kept"
     assert sorted(path.name for path in home.iterdir()) == ["c.yaml", "d.parquet", "kept", "runs"]
     assert [path.name for path in tmp_path.iterdir()] == ["home"], "and no folder is called ~"
+
+
+def test_pop_answers_whoever_asks_with_the_same_items(dataset):
+    pop = Recommender("pop").fit(dataset)
+    counts = pd.Series(dataset.training_counts[1:], index=dataset.item_ids)
+    best = counts.sort_values(ascending=False, kind="stable").index[:3].tolist()
+    table = pop.recommend({"new": [], "stranger": ["unheard of"], "ann": [best[0]]}, 2)
+    lists = table.groupby("user", sort=False)["item"].agg(list).to_dict()
+    assert lists == {"new": best[:2], "stranger": best[:2], "ann": best[1:]}
+    assert table.attrs["skipped_users"] == [] and pop.recommend_lists([[]], 2)[0].items == best[:2]
+    assert len(pop.user_vectors([[], ["unheard of"]]).vectors) == 2
+
+
+def test_requests_of_a_run_are_those_of_its_lists(fitted, dataset):
+    recommender, known = fitted["bft"], dataset.item_ids[:3].tolist()
+    table = recommender.recommend({"ann": known, "new": ["unheard of"]}, 3, fallback="popular")
+    assert table["fallback"].tolist() == [False] * 3 + [True] * 3
+    counts = dataset.training_counts[dataset.encode(table["item"][3:])]
+    assert counts.tolist() == sorted(dataset.training_counts[1:].tolist(), reverse=True)[:3]
+    plain = recommender.recommend_lists([known], 3)[0]
+    assert plain.items == table["item"][:3].tolist() and plain.probabilities == table["probability"][:3].tolist()
+    own = {"ann": [dataset.item_ids[9]]}
+    assert recommender.recommend({"ann": known}, 3, candidates=own)["item"].tolist() == [dataset.item_ids[9]]
+    (block,) = recommender.recommend_in_blocks({"ann": known}, 3, exclude={"ann": plain.items[:1]})
+    assert block["item"].tolist()[:2] == plain.items[1:]
+
+
+@pytest.mark.parametrize("usual", [False, True])
+def test_frames_have_the_columns_that_the_run_was_trained_on_or_the_usual_ones(timed, dataset, usual):
+    own = {"user_id": "who", "item_id": "what", "when": "day"}
+    frame = dated_frame(dataset, 1)
+    trained = Dataset.from_frame(frame.rename(columns=own), user="who", item="what", time="day")
+    recommender = Recommender("hstu", time_bias=True, **SMALL).fit(trained)
+    names = {"when": "timestamp"} if usual else own
+    asked = frame.groupby("user_id").head(3).rename(columns=names).assign(other=1)
+    expected = timed[0].recommend(
+        asked.rename(columns={**{new: old for old, new in own.items()}, "when": "timestamp", "day": "timestamp"}), 3
+    )
+    pd.testing.assert_frame_equal(recommender.recommend(asked, 3), expected)
+    user = asked[asked[names.get("user_id", "user_id")] == dataset.user_ids[0]]
+    assert len(recommender.explain(user, k=1)) == 3
+    assert len(recommender.user_vectors(asked).users) == dataset.num_users
+    with pytest.raises(UserError, match="the histories: no column 'user_id'"):
+        recommender.recommend(asked.rename(columns={"who": "x", "user_id": "x"}), 3)
+
+
+SHOP = pd.DataFrame(
+    [(f"u{u}", f"i{(u * 7 + n * n) % 23}", n) for u in range(20) for n in range(6)], columns=["who", "what", "when"]
+)
+
+
+def test_a_run_that_was_stopped_is_loaded_on_purpose_alone(dataset, tmp_path):
+    with pytest.raises(RunError):
+        Recommender("sasrec", arm="bft", **SMALL).fit(dataset, out=tmp_path / "run", progress=StopAfter(1))
+    told = (
+        r"run is not finished: .*; go on with Recommender\.resume\('.*run'\), or give unfinished=True to take the best"
+    )
+    with pytest.raises(UserError, match=told):
+        Recommender.load(tmp_path / "run")
+    early = Recommender.load(tmp_path / "run", unfinished=True)
+    assert early.recommend([dataset.item_ids[:3]], 2)["probability"].isna().all() and early.calibration() is None
+    assert early.recommend_lists([dataset.item_ids[:3]], 2)[0].probabilities is None
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "by name",
+        "by a relative path",
+        "by a pattern",
+        "as a data set",
+        "with separator and columns",
+        "with items",
+        "with items as a data set",
+        "with items by name",
+    ],
+)
+def test_a_run_finds_its_data_again_from_any_folder(tmp_path, monkeypatch, how):
+    (tmp_path / "there").mkdir()
+    monkeypatch.setenv("RECBFT_DATA_ROOT", str(tmp_path / "there"))
+    monkeypatch.chdir(tmp_path / "there")
+    names = {"user": "who", "item": "what", "time": "when"}
+    SHOP.to_csv("shop.csv", index=False)
+    (tmp_path / "there" / "items.csv").write_text("what,kind\n" + "".join(f"i{n},{n % 3}\n" for n in range(24)))
+    if how == "with separator and columns":
+        SHOP.to_csv("bare.dat", index=False, header=False, sep=";")
+        given = Dataset.load("bare.dat", separator=";", columns=list(SHOP.columns), **names)
+        run = Recommender("pop").fit(given, out="run")
+    elif "as a data set" in how:
+        made = Dataset.load("shop.csv", items="items.csv" if "items" in how else None, **names)
+        run = Recommender("pop").fit(made, out="run")
+    else:
+        name = "shop" if "by name" in how else "./shop*.csv" if "pattern" in how else "shop.csv"
+        run = Recommender("pop", dataset=name, items=["items.csv"] if "items" in how else None, **names).fit(out="run")
+    expected = run.run.metrics["test"]
+    monkeypatch.delenv("RECBFT_DATA_ROOT")
+    monkeypatch.chdir(tmp_path)
+    for one in (Recommender.load("there/run"), *([] if "by name" in how else [run])):
+        assert one.evaluate().metrics == expected
+        file = str(
+            tmp_path / "there" / ("bare.dat" if "sep" in how else "shop*.csv" if "pattern" in how else "shop.csv")
+        )
+        assert one.config.data.dataset == ("shop" if "by name" in how else file)
+        assert one.config.data.items == ((str(tmp_path / "there" / "items.csv"),) if "items" in how else None)
+
+
+@pytest.mark.parametrize("where", ["argument", "environment", "data set"])
+def test_a_run_remembers_the_folder_of_a_data_set_with_a_card(tmp_path, monkeypatch, where):
+    monkeypatch.delenv("RECBFT_DATA_ROOT", raising=False)
+    (tmp_path / "root").mkdir()
+    lines = [f"{user} " + " ".join(group["what"]) for user, group in SHOP.groupby("who")]
+    (tmp_path / "root" / "Beauty.txt").write_text("\n".join(lines))
+    if where == "environment":
+        monkeypatch.setenv("RECBFT_DATA_ROOT", str(tmp_path / "root"))
+    root = tmp_path / "root"
+    with pytest.warns(UserWarning, match="the card of"):
+        if where == "data set":
+            run = Recommender("pop").fit(Dataset.load("amazon-beauty", data_root=root), out=tmp_path / "run")
+        else:
+            more = {} if where == "environment" else {"data_root": root}
+            run = Recommender("pop", dataset="amazon-beauty", **more).fit(out=tmp_path / "run")
+        monkeypatch.delenv("RECBFT_DATA_ROOT", raising=False)
+        for one in (Recommender.load(tmp_path / "run"), *([] if where == "environment" else [run])):
+            assert one.evaluate().metrics == run.run.metrics["test"] and one.own_dataset().num_users == 20
+        shutil.move(root, tmp_path / "moved")
+        with pytest.raises(UserError, match="not found"):
+            Recommender.load(tmp_path / "run").evaluate()
+        monkeypatch.setenv("RECBFT_DATA_ROOT", str(tmp_path / "moved"))
+        assert Recommender.load(tmp_path / "run").own_dataset().num_users == 20
+
+
+def test_a_run_of_a_frame_asks_for_the_events_again(tmp_path):
+    data = Dataset.from_frame(SHOP, user="who", item="what", time="when")
+    Recommender("pop").fit(data, out=tmp_path / "run")
+    told = "the run was trained on a frame of Python, 'frame', which is not kept with it: make the data set of the same"
+    again = Recommender.load(tmp_path / "run")
+    with pytest.raises(UserError, match=told):
+        again.evaluate()
+    assert again.evaluate(data).metrics == again.run.metrics["test"]
+
+
+def test_what_may_not_be_opened_is_told_as_the_user_s_error(fitted, tmp_path, monkeypatch):
+    def refused(path, *more):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("recbft.runs.folder.read_json", refused)
+    with pytest.raises(UserError, match=r"protocol\.json cannot be opened: permission denied; ask for the right to it"):
+        Recommender.load(fitted["bft"].run.path)

@@ -134,7 +134,8 @@ def test_a_message_shows_what_would_steer_the_terminal(capsys, tmp_path):
     file.write_text("\x1b[2J\u202eBesuch größer 日本,b\n1,2\n", encoding="utf-8")
     code, _, err = run(capsys, "data", "show", file)
     said = r"no column 'user_id'; choose one of \x1b[2J\u202eBesuch größer 日本, b"
-    assert code == 2 and err == f"error: {file}: {said}; name the column as user: --user NAME, or --set user=NAME\n"
+    advice = "name the column as user: user='NAME' in Python, --user NAME or --set user=NAME in a shell"
+    assert code == 2 and err == f"error: {file}: {said}; {advice}\n"
 
 
 def test_ctrl_c_inside_a_command_is_a_failed_run(capsys, monkeypatch):

@@ -197,6 +197,53 @@ def test_recommend_leaves_out_the_items_of_a_file(capsys, finished, histories, t
     assert set(lists("--candidates", ids)) <= set(before)
 
 
+@pytest.mark.parametrize("form", ["csv", "parquet", "jsonl", "txt", "semicolon"])
+def test_a_table_of_users_and_items_is_for_each_user(capsys, finished, events, tmp_path, form):
+    """By the usual names, the options' names, or those of the histories; a table without users is for all."""
+    known = pd.read_parquet(events)["item_id"].drop_duplicates().iloc[:4].tolist()
+    file, histories = tmp_path / f"own.{'csv' if form == 'semicolon' else form}", tmp_path / "histories.csv"
+    more = ["--separator", ";"] if form == "semicolon" else []
+    separator = ";" if more else ","
+    rows = [("ann", known[0]), (7, known[1])]
+    pd.DataFrame(rows, columns=["user_id", "item_id"]).to_csv(histories, index=False, sep=separator)
+    # The ids of the users are items too.
+    own = pd.DataFrame([("7", known[2]), ("ann", known[3]), ("7", known[0])], columns=["user_id", "item_id"])
+
+    def write(frame):
+        if form == "parquet":
+            frame.to_parquet(file)
+        elif form == "jsonl":
+            frame.to_json(file, orient="records", lines=True)
+        else:
+            frame.to_csv(file, index=False, sep=separator)
+
+    def lists(option):
+        code, out, err = run(capsys, "recommend", finished, "--histories", histories, "-k", "60", option, file, *more)
+        assert code == 0, err
+        table = pd.read_csv(io.StringIO(out), dtype={"user": str})
+        return table.groupby("user")["item"].agg(set).to_dict()
+
+    write(own)
+    assert lists("--candidates") == {"ann": {known[3]}, "7": {known[2], known[0]}}
+    found = lists("--exclude")
+    assert known[3] not in found["ann"] and known[2] in found["ann"]
+    assert not {known[2], known[0], known[1]} & found["7"] and known[3] in found["7"]
+    write(own[["item_id"]].iloc[:2])
+    assert lists("--candidates") == {user: {known[2], known[3]} for user in ("ann", "7")}
+
+
+def test_a_fallback_leaves_no_user_out(capsys, finished, histories):
+    code, out, err = run(capsys, "recommend", finished, "--histories", histories, "-k", "2", "--fallback", "popular")
+    table = pd.read_csv(io.StringIO(out))
+    assert code == 0 and list(table.columns) == [*COLUMNS, "fallback"]
+    assert table.groupby("user", sort=False)["fallback"].first().to_dict() == {
+        "ann": False,
+        "bob x": False,
+        "eve": True,
+    }
+    assert "users who get popular items, unknown or with nothing left: 1" in err and "skipped users" not in err
+
+
 def test_printed_lists_are_utf_8_whatever_the_terminal_speaks(capsys, events, tmp_path):
     named = pd.read_parquet(events).assign(item_id=lambda frame: "日" + frame["item_id"].astype(str))
     named.to_parquet(tmp_path / "named.parquet")
@@ -251,7 +298,7 @@ def test_histories_with_the_columns_of_the_run_s_data_are_read_as_those_were(cap
     frame = pd.read_parquet(events).rename(columns=names).iloc[::-1]
     frame.to_csv(tmp_path / "own.csv", index=False)
     frame.drop(columns="when").to_csv(tmp_path / "rows.csv", index=False)
-    settings = ["--set", "user=who", "--set", "item=what", "--set", "time=when"]
+    settings = ["--user", "who", "--item", "what", "--time", "when"]
     ids = ["--user", "who", "--item", "what"]
     assert train(capsys, tmp_path / "own.csv", tmp_path, "-q", *settings)[0] == 0
     run_folder = tmp_path / "sasrec-bft-own-seed0"
@@ -325,7 +372,7 @@ def test_candidates_may_stand_in_a_parquet_file(capsys, finished, events, histor
         assert set(pd.read_csv(tmp_path / "recs.csv")["item"].map(str)) == set(map(str, known))
     pd.DataFrame({"a": known, "b": known}).to_parquet(tmp_path / "only.parquet")
     code, _, err = run(capsys, *words, "--candidates", tmp_path / "only.parquet")
-    assert code == 2 and "only.parquet: no column 'item_id'; " in err
+    assert code == 2 and "only.parquet: no column 'item_id' (columns: a, b); name it with --item" in err
 
 
 @pytest.mark.parametrize("beside", [False, True])

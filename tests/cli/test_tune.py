@@ -344,7 +344,7 @@ def test_without_optuna_one_line_says_how_to_get_it(capsys, monkeypatch, events,
     monkeypatch.setitem(sys.modules, "optuna", None)
     code, out, err = run(capsys, *tune(events, tmp_path / "x"))
     assert (code, out) == (2, "")
-    assert err == "error: tuning needs Optuna, which is not installed; pip install 'recbft[tune]'\n"
+    assert err == "error: tuning needs Optuna, which is not installed; pip install optuna\n"
 
 
 def test_a_point_that_no_run_can_have_is_a_failed_trial_and_not_the_end(capsys, events, tmp_path):

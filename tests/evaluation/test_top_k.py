@@ -56,6 +56,35 @@ def test_the_best_are_those_of_a_full_sort_with_ties_by_the_smaller_index(seed, 
         assert values[: len(expected)].tolist() == [row[item] for item in expected]
 
 
+@pytest.mark.parametrize("memory_mb", [256, 1e-5])
+@pytest.mark.parametrize("among", [None, [2, 5, 6, 11]])
+@pytest.mark.parametrize("seed", range(5))
+def test_lists_hold_only_what_each_user_may_have(seed, among, memory_mb):
+    rng = np.random.default_rng(seed)
+    states, weight = torch.tensor(rng.normal(size=(6, 3))), torch.tensor(rng.normal(size=(13, 3)))
+    allowed = [rng.choice(np.arange(13), rng.integers(0, 9)).tolist() for _ in range(5)] + [list(range(1, 13))]
+    seen = [rng.integers(1, 13, rng.integers(0, 4)).tolist() for _ in range(6)]
+    barred = [9, 2]
+    (items, offsets), (only, only_offsets) = jagged(seen), jagged(allowed)
+    best = top_k(
+        states, ItemTable(weight, None), 4, exclude_items=items, exclude_offsets=offsets, only_items=only,
+        only_offsets=only_offsets, among=None if among is None else np.array(among), barred=np.array(barred),
+        calibration=Calibration(1.0, 0.2), memory_mb=memory_mb,
+    )  # fmt: skip
+    scores = (states @ weight.T).numpy()
+    out = [
+        {item for item in range(1, 13) if item not in own or item in (*gone, *barred) or item not in (among or own)}
+        for own, gone in zip(allowed, seen, strict=True)
+    ]
+    for row, expected, found, chances in zip(
+        scores, best_by_hand(scores.tolist(), 12, out), best.items, best.probabilities, strict=True
+    ):
+        assert found.tolist() == (expected + [0] * 4)[:4]
+        odds = np.exp(row[expected])
+        chance = 0.8 * odds / odds.sum() + 0.2 / max(len(expected), 1)
+        np.testing.assert_allclose(chances[: len(expected)], chance[:4], rtol=1e-12)
+
+
 @pytest.mark.parametrize("compiled", ["0", "1"])
 @pytest.mark.parametrize(
     ("memory_mb", "dtype", "among", "temperature"),

@@ -210,4 +210,4 @@ def test_a_run_from_recbole_names_the_columns_of_the_data_it_was_given(built, da
     data = Dataset.load(at_home / "own.parquet", user="who", item="what", time="timestamp")
     run = recbft.recbole.to_run(built()[2], data, at_home / "back")
     own = load_run_config(run.config_file).data
-    assert (own.dataset, own.user, own.item, own.time) == ("own", "who", "what", "timestamp")
+    assert (own.dataset, own.user, own.item, own.time) == (str(at_home / "own.parquet"), "who", "what", "timestamp")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from recbft.serving.histories import histories_from_file
+from recbft.serving.histories import histories_from_file, in_usual_columns
 
 
 def test_histories_keep_row_order_short_users_and_repeats(tmp_path):
@@ -49,3 +49,21 @@ def test_rows_are_chosen_as_training_chose_them(tmp_path, timed):
     assert read["whole", None]["item_id"].tolist() == list("xxzyx")
     assert read["whole", "first"]["item_id"].tolist() == list("xxzy")
     assert read["whole", "last"]["item_id"].tolist() == list("xzyx")
+
+
+@pytest.mark.parametrize(
+    ("own", "users"),
+    [
+        ({"user": "who", "session": "visit"}, ["1/a", "1/a", "1/b", "2/a"]),
+        ({"user": None, "session": "visit"}, ["a", "a", "b", "a"]),
+        ({"user": "who"}, [1, 1, 1, 2]),
+        ({"user": "absent"}, None),
+    ],
+)
+def test_a_frame_with_the_columns_of_the_run_s_data_is_read_by_its_sessions(own, users):
+    frame = pd.DataFrame({"who": [1, 1, 1, 2], "visit": ["a", "a", "b", "a"], "item_id": [5, 6, 7, 8], "more": 0})
+    named = in_usual_columns(frame, item=None, time=None, **own)
+    if users is None:
+        assert named is frame
+    else:
+        assert list(named) == ["user_id", "item_id"] and named["user_id"].tolist() == users

@@ -19,7 +19,7 @@ from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import ColdStartError, UserError
 from recbft.evaluation.probability import Calibration
 from recbft.models.contract import ItemTable, SequenceModel, UserStates
-from recbft.serving.lists import joined, recommend_in_blocks, summed
+from recbft.serving.lists import joined, recommend_in_blocks, recommend_lists, summed
 
 LETTERS = Vocabulary(np.array(list("abcdef"), dtype=object))
 NUMBERS = Vocabulary(np.array([10, 20, 30, 40, 50, 60]))
@@ -439,3 +439,65 @@ def test_times_that_go_on_or_are_none_are_no_matter_to_a_model_without_them(stam
 @pytest.mark.filterwarnings("error")
 def test_categories_of_users_are_users():
     assert seen([1, 2, 3], users=pd.Categorical(["u", "v", "u"])) == [1, 3, 2]
+
+
+POPULAR = torch.tensor([0.0, 5, 1, 9, 1, 0, 3])  # c, a, f, b, d, e
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 4096])
+def test_a_fallback_answers_every_user_and_marks_whom_it_answers(at_once, monkeypatch):
+    monkeypatch.setattr("recbft.serving.lists.HISTORIES_AT_ONCE", at_once)
+    histories = {"new": ["x"], "ann": ["a"], "all": list("abcdef"), "nothing": []}
+    table = recommend(Echo(), LETTERS, histories, 3, fallback="popular", popular=POPULAR)
+    assert lists(table) == {"new": list("caf"), "ann": list("fed"), "all": list("caf"), "nothing": list("caf")}
+    is_fallback = table.groupby("user", sort=False)["fallback"].first()
+    assert is_fallback.tolist() == [True, False, True, True] and table["rank"].tolist() == [1, 2, 3] * 4
+    assert table.loc[table["fallback"], ["score", "precision", "probability"]].isna().all(axis=None)
+    assert table.loc[~table["fallback"], "score"].tolist() == [6, 5, 4]
+    assert table.attrs["skipped_users"] == [] and table.attrs["fallback_lists"] == 3
+    assert "fallback" not in recommend(Echo(), LETTERS, histories, 3)
+
+
+def test_a_fallback_heeds_what_is_left_out_and_needs_no_known_user():
+    how = {"fallback": "popular", "popular": POPULAR}
+    assert lists(recommend(Echo(), LETTERS, [["x"], []], 2, exclude=["c"], **how)) == {0: ["a", "f"], 1: ["a", "f"]}
+    own = {"candidates": {0: ["d", "b"], 1: ["e"]}, "exclude": {0: ["d"]}}
+    assert lists(recommend(Echo(), LETTERS, [["x"], []], 2, **own, **how)) == {0: ["b"], 1: ["e"]}
+    with pytest.raises(UserError, match="fallback is 'pop'; give 'popular', or leave it out"):
+        recommend(Echo(), LETTERS, [["a"]], 2, fallback="pop", popular=POPULAR)
+
+
+@pytest.mark.parametrize("how", [{}, {"fallback": "popular", "popular": POPULAR}])
+@pytest.mark.parametrize("calibration", [None, Calibration(50.0, 0.25)])
+@pytest.mark.parametrize("precise", [True, False])
+@pytest.mark.parametrize("at_once", [2, 4096])
+def test_plain_lists_hold_what_the_table_holds_and_one_for_every_history(
+    how, calibration, precise, at_once, monkeypatch
+):
+    monkeypatch.setattr("recbft.serving.lists.HISTORIES_AT_ONCE", at_once)
+    histories = [["a"], ["x"], list("abcde"), list("abcdef"), []]
+    model = Echo(precise=precise)
+    table = recommend(model, LETTERS, histories, 2, calibration=calibration, **how)
+    plain = recommend_lists(model, LETTERS, histories, 2, calibration=calibration, **how)
+    assert len(plain) == 5 and json.loads(json.dumps(plain))
+    for number, one in enumerate(plain):
+        own = table[table["user"] == number]
+        assert one.items == own["item"].tolist()
+        assert one.fallback == bool(how and number in (1, 3, 4))
+        if one.fallback:
+            assert (one.scores, one.probabilities, one.precision) == (None, None, None)
+            continue
+        assert one.scores == own["score"].tolist()
+        assert one.probabilities == (own["probability"].tolist() if calibration and len(own) else None)
+        assert one.precision == (own["precision"].tolist()[0] if precise and len(own) else None)
+
+
+def test_plain_lists_of_users_without_a_known_item_are_empty():
+    assert [one.items for one in recommend_lists(Echo(), LETTERS, {"u": ["x"], "v": ["a"], "w": []}, 1)] == [
+        [],
+        ["f"],
+        [],
+    ]
+    assert recommend_lists(Echo(), NUMBERS, [[10, 60]], 1)[0].items == [50]
+    with pytest.raises(UserError, match="there is no history"):
+        recommend_lists(Echo(), LETTERS, [], 1)

@@ -42,7 +42,7 @@ def test_a_user_alone_has_the_vector_that_it_has_among_others_however_many_are_r
     together = recommender.user_vectors(histories)
     alone = np.concatenate([recommender.user_vectors([history]).vectors for history in histories])
     np.testing.assert_allclose(alone, together.vectors, rtol=1e-5, atol=1e-6)
-    monkeypatch.setattr("recbft.serving.lists.HISTORIES_AT_ONCE", 3)
+    monkeypatch.setattr("recbft.serving.vectors.HISTORIES_AT_ONCE", 3)
     np.testing.assert_allclose(recommender.user_vectors(histories).vectors, together.vectors, rtol=1e-5, atol=1e-6)
 
 
@@ -65,3 +65,26 @@ def test_what_is_done_to_the_vectors_does_nothing_to_the_model(fitted, dataset):
     recommender.item_vectors().vectors[:] = 0
     recommender.item_vectors().items[:] = 0
     pd.testing.assert_frame_equal(recommender.recommend(history), before)
+
+
+@pytest.mark.parametrize("which", MODELS[:-1])
+def test_similar_items_are_those_of_the_largest_cosine(fitted, dataset, which):
+    recommender = fitted[which]
+    items = recommender.item_vectors()
+    weights = items.vectors[:, : SMALL["hidden_size"]]  # without biases
+    item = items.items[7]
+    cosines = weights @ weights[7] / np.linalg.norm(weights, axis=1) / np.linalg.norm(weights[7])
+    order = [n for n in np.argsort(-cosines, kind="stable") if n != 7]
+    found = recommender.similar_items(str(item), 5)
+    assert found["item"].tolist() == items.items[order[:5]].tolist() and found["rank"].tolist() == [1, 2, 3, 4, 5]
+    np.testing.assert_allclose(found["score"], cosines[order[:5]], rtol=1e-5)
+    assert len(recommender.similar_items(item, 10**6)) == dataset.num_items - 1
+
+
+def test_similar_items_of_what_has_no_vector_are_refused(fitted, dataset):
+    with pytest.raises(UserError, match="item 'unheard' is not in the model's vocabulary; name an item of"):
+        fitted["sasrec", "bft"].similar_items("unheard")
+    with pytest.raises(UserError, match="k is 0"):
+        fitted["sasrec", "bft"].similar_items(dataset.item_ids[0], 0)
+    with pytest.raises(UserError, match="has a count for each item and no vector"):
+        fitted["pop", None].similar_items(dataset.item_ids[0])

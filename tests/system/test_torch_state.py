@@ -7,10 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from recbft import Recommender
 from recbft.datasets.planted import synthetic_dataset
 from recbft.datasets.synth import SyntheticConfig
+from recbft.system.torch_state import FEW_PRODUCTS, threads_for
 
 # The child leaves with its number of threads; 9 where its lists are not those of its parent.
 SCRIPT = """
@@ -31,7 +33,7 @@ def ended(child):
     sys.exit("the child hangs")
 
 def answer():
-    return recommender.recommend({user: items for user in range(300)}, k=5)
+    return recommender.recommend({user: items for user in range(3000)}, k=5)
 
 torch.set_num_threads(2)
 dataset = synthetic_dataset(SyntheticConfig(num_users=60, num_items=80, mean_length=8))
@@ -60,3 +62,26 @@ def test_a_process_forked_from_one_that_works_with_a_model_answers_with_one_thre
         text=True,
     )
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_few_multiplications_are_done_on_one_thread_and_the_caller_s_threads_come_back():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        for products, threads in ((FEW_PRODUCTS, 1), (FEW_PRODUCTS + 1, 2)):
+            with pytest.raises(KeyError), threads_for(products):
+                assert torch.get_num_threads() == threads
+                raise KeyError
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("own", "spins"), [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")]
+)
+def test_idle_threads_sleep_soon_unless_the_caller_says_otherwise(own, spins):
+    code = "import os, recbft; print(os.environ.get('GOMP_SPINCOUNT'))"
+    kept = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    found = subprocess.run([sys.executable, "-c", code], env={**kept, **own}, capture_output=True, text=True)
+    assert found.stdout.strip() == spins

@@ -37,7 +37,7 @@ from tests.training.conftest import StopAt, Stopped, assert_equal_runs, config
 def test_a_finished_run_holds_what_its_folder_promises(whole, dataset):
     run = whole
     assert os.listdir(run.path.parent) == [run.path.name]
-    files = "checkpoint config.yaml environment.json history.csv metrics.json per_user.parquet protocol.json"
+    files = "card.md checkpoint config.yaml environment.json history.csv metrics.json per_user.parquet protocol.json"
     assert sorted(os.listdir(run.path)) == files.split()
     asked = config()
     named = replace(asked, data=replace(asked.data, dataset="synthetic"))  # a run knows which data it saw

@@ -298,3 +298,20 @@ def test_sections_of_several_files_are_put_together(tmp_path):
     (tmp_path / "two.yaml").write_text("training: {epochs: 6}\nevaluation: {ks: [10]}\n")
     config = load_run_config([tmp_path / "one.yaml", tmp_path / "two.yaml"])
     assert (config.training.epochs, config.training.batch_size, config.evaluation.ks) == (6, 7, (10,))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"model": "gru4rec"}, "model is 'gru4rec'; choose one of bert4rec, hstu, pop, sasrec$"),
+        ({"lr": 0.1}, "unknown key 'lr'; recbft calls it 'learning_rate'$"),
+        ({"embedding_dim": 64}, "unknown key 'embedding_dim'; recbft calls it 'hidden_size'$"),
+        ({"embedding_size": 64}, "unknown key 'embedding_size'; recbft calls it 'hidden_size'$"),
+        ({"qqqqqq": 64}, "unknown key 'qqqqqq'; `recbft models NAME` lists all$"),
+        ({"learning_rat": 1}, r"unknown key 'learning_rat'; did you mean 'learning_rate'\?$"),
+    ],
+)
+def test_an_unknown_name_is_met_with_what_it_may_have_meant_and_few_others(asked, message):
+    with pytest.raises(UserError, match=message) as told:
+        load_run_config(**asked)
+    assert len(str(told.value)) < 140

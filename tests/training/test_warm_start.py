@@ -92,7 +92,7 @@ def test_items_take_over_their_rows_by_raw_id_and_new_items_begin_as_in_any_run(
     asked = config(model, arm, warm_start=older(model, arm, **settings), warm_start_keep=1.0, **settings)
     made = begun(asked, grown).model
     fresh = make_parts(asked, grown, CPU, begins=False).model.state_dict()
-    theirs = load_trained(asked.training.warm_start)[3].state_dict()
+    theirs = load_trained(asked.training.warm_start).model.state_dict()
     place = {raw: index for index, raw in enumerate(older_data.item_ids.tolist(), start=1)}
     beyond = len(theirs["item_embedding.weight"]) - older_data.num_items - 1
     assert beyond == (model == "bert4rec")
@@ -216,7 +216,7 @@ def test_the_digest_kept_is_of_the_weights_taken_while_the_older_run_goes_on_tra
     monkeypatch.setattr(build, "load_trained", replaced_while_read)
     made = begun(config(warm_start=str(path), warm_start_keep=1.0), grown)
     assert made.begun_from["weights"] == checkpoint.best_digest(better.checkpoint)
-    taken, theirs = made.model.state_dict(), load_trained(better.path)[3].state_dict()
+    taken, theirs = made.model.state_dict(), load_trained(better.path).model.state_dict()
     assert torch.equal(taken["blocks.0.inner.weight"], theirs["blocks.0.inner.weight"])
 
 

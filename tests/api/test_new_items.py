@@ -1,0 +1,86 @@
+"""Items that come after training, from Python and from the shell."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from recbft import Dataset, Recommender
+from recbft.errors import UserError
+from recbft_cli.main import main
+
+TASTES = ("drama", "comedy", "horror")
+
+
+def events(rng):
+    """Every user keeps to one of three genres; 30 items."""
+    rows = []
+    for user in range(60):
+        own = np.arange(30)[np.arange(30) % 3 == user % 3]
+        rows += [(f"u{user}", f"i{item}") for item in rng.permutation(own)[:7]]
+    return pd.DataFrame(rows, columns=["user_id", "item_id"])
+
+
+def features(first, last):
+    return pd.DataFrame(
+        {
+            "item_id": [f"i{n}" for n in range(first, last)],
+            "genre": [TASTES[n % 3] for n in range(first, last)],
+            "title": [f"the {TASTES[n % 3]} of night {n % 7}" for n in range(first, last)],
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    dataset = Dataset.from_frame(events(np.random.default_rng(0)), items=features(0, 30))
+    settings = {"epochs": 8, "hidden_size": 8, "batch_size": 16, "threads": 1, "learning_rate": 0.01}
+    return Recommender("sasrec", arm="bft", **settings).fit(dataset, out=tmp_path_factory.mktemp("run") / "run")
+
+
+def test_new_items_are_listed_for_those_who_like_what_they_are(fitted):
+    grown = fitted.with_items(features(28, 36))  # two of them are known
+    assert len(grown.item_vectors().items) == 36 and len(fitted.item_vectors().items) == 30
+    lists = grown.recommend({"ann": ["i0", "i3", "i6"]}, k=10, candidates=[f"i{n}" for n in range(30, 36)])
+    assert set(lists["item"][:2]) == {"i30", "i33"}
+    read = grown.recommend({"bob": ["i31"]}, k=5)  # a history of a new item alone
+    assert read["item"].isin([f"i{n}" for n in range(1, 36, 3)]).mean() >= 0.8
+    known = fitted.recommend({"ann": ["i0", "i3"]}, k=20)
+    again = grown.recommend({"ann": ["i0", "i3"]}, k=30).merge(known, on=["user", "item"])
+    np.testing.assert_allclose(again["score_x"], again["score_y"], rtol=1e-5)
+    assert len(again) == 20
+
+
+def test_events_that_were_never_learned_from_leave_a_vector_and_raise_or_lower_its_score(fitted):
+    grown = [fitted.with_items(features(30, 31), events=counts) for counts in (None, {"i30": 0}, {"i30": 50})]
+    scores = [one.recommend({"ann": ["i0"]}, k=31).set_index("item")["score"]["i30"] for one in grown]
+    assert scores[0] == scores[1]
+    assert abs(scores[2] - scores[0]) < 1e-6 + abs(float(fitted._trained.model.item_belief.new_item_delta()))
+    with pytest.raises(UserError, match="events counts 'i3', which is none of the new items"):
+        fitted.with_items(features(30, 31), events={"i3": 1})
+
+
+def test_what_the_model_cannot_read_is_said(fitted):
+    with pytest.raises(UserError, match="genre"):
+        fitted.with_items(pd.DataFrame({"item_id": ["x"], "colour": ["red"]}))
+    with pytest.warns(UserWarning, match="1 of 2 new items have no value that the model knows, first 'y'"):
+        fitted.with_items(pd.DataFrame({"item_id": ["x", "y"], "genre": ["drama", "opera"]}))
+
+
+def test_a_model_of_numbers_alone_refuses(tmp_path):
+    plain = Recommender("sasrec", arm="matched", epochs=1, threads=1, hidden_size=8)
+    plain.fit(Dataset.from_frame(events(np.random.default_rng(0))), out=tmp_path / "run")
+    with pytest.raises(UserError, match="knows items by their numbers alone"):
+        plain.with_items(features(30, 31))
+
+
+def test_the_shell_lists_them_too(fitted, tmp_path, capsys):
+    features(30, 36).to_csv(tmp_path / "new.csv", index=False)
+    pd.DataFrame({"user_id": ["ann"] * 2, "item_id": ["i0", "i3"]}).to_csv(tmp_path / "h.csv", index=False)
+    (tmp_path / "only.txt").write_text("i30\ni31\n")
+    code = main(
+        ["recommend", str(fitted.run.path), "--histories", str(tmp_path / "h.csv"), "-k", "1",
+         "--items", str(tmp_path / "new.csv"), "--candidates", str(tmp_path / "only.txt")]
+    )  # fmt: skip
+    assert code == 0 and ",i30," in capsys.readouterr().out
