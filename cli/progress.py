@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from recbft.training.progress import duration, valid_text
 from recbft_cli.terminal import visible
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class MovingBar:
 
     def epoch(self, row: Mapping[str, object]) -> None:
         self._epoch = int(str(row["epoch"]))
-        self._valid = _valid_text(row, self._metric) or self._valid
+        self._valid = valid_text(row, self._metric) or self._valid
         self._update(completed=self._epoch, epoch=min(self._epoch + 1, self._total))
         self._epoch_start = time.monotonic()
 
@@ -137,26 +138,9 @@ class MovingBar:
 
 
 def _epoch_text(row: Mapping[str, object], total: int, metric: str) -> str:
-    text = f"epoch {row['epoch']}/{total}  loss {row['loss']:.4f}{_valid_text(row, metric)}"
+    text = f"epoch {row['epoch']}/{total}  loss {row['loss']:.4f}{valid_text(row, metric)}"
     speed = row.get("tokens_per_second")
     return f"{text}  {speed:,.0f} tokens/s" if isinstance(speed, (int, float)) else text
-
-
-def _valid_text(row: Mapping[str, object], metric: str) -> str:
-    """The validation metric; nothing in an epoch without validation."""
-    value = row.get(f"valid_{metric}")
-    return f"  valid {metric} {value:.4f}" if isinstance(value, float) else ""
-
-
-def duration(seconds: float) -> str:
-    """Hours, minutes and seconds.
-
-    >>> duration(3725)
-    '1:02:05'
-    """
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"
 
 
 def view_for(stream: TextIO | None = None) -> Any:

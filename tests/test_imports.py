@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "errors": "",
     "autograd": "",
     "system": "errors",
-    "config": "errors",
+    "config": "errors system",
     "core": "errors autograd",
     "kernels": "errors autograd system core",
     "datasets": "errors system config",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from recbft.errors import UserError
-from recbft.training.progress import Progress
+from recbft.training.progress import Progress, duration, valid_text
 
 OFTEN = 0.2  # seconds between two looks of a line that is written over
 
@@ -48,11 +48,10 @@ class EpochLine:
 
     def epoch(self, row: Mapping[str, object]) -> None:
         self._done += 1
-        value = row.get(f"valid_{self._metric}")
-        self._valid = f"  valid {self._metric} {value:.4f}" if isinstance(value, float) else self._valid
+        self._valid = valid_text(row, self._metric) or self._valid
         left = (time.monotonic() - self._since) / self._done * (self._total - self._epoch)
-        at_most = f"  at most {left / 60:.0f} min left" if left >= 60 else f"  at most {left:.0f} s left"
-        self._say(f"epoch {self._epoch}/{self._total}  loss {row['loss']:.4f}{self._valid}{at_most}")
+        told = f"epoch {self._epoch}/{self._total}  loss {row['loss']:.4f}{self._valid}"
+        self._say(f"{told}  at most {duration(left)} left")
         self._epoch += 1
 
     def note(self, message: str) -> None:

@@ -11,14 +11,13 @@ A key left out has the default it has in recbft, but for the samples, which are 
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from recbft.config.fields import is_whole
 from recbft.errors import UserError, closest, did_you_mean
+from recbft.system.files import user_path
 
 
 class Adapted(NamedTuple):
@@ -352,7 +351,7 @@ def _data(tree: Mapping[str, Any], asked: str | None) -> dict[str, Any]:
     made: dict[str, Any] = {}
     name = tree.get("dataset") if asked is None else asked
     if name is not None:
-        folder = Path(os.path.expanduser(str(tree.get("data_path", "dataset/")))) / str(name)
+        folder = user_path(str(tree.get("data_path", "dataset/"))) / str(name)
         file = folder / f"{name}.inter"
         # RecBole reads ml-100k from its own copy, wherever data_path points.
         if name != "ml-100k" and (file.is_file() or ("data_path" in tree and asked is None)):

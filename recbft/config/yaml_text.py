@@ -8,7 +8,6 @@ sections, bare (``epochs=50``); a file may be nested or flat in the same way.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import is_dataclass
@@ -20,6 +19,7 @@ import yaml
 from recbft.config.fields import NULL_WORDS, Verbatim, field_types
 from recbft.config.recbole_yaml import HANDLED, IGNORED, NAMED, OTHER_WORDS
 from recbft.errors import UserError, did_you_mean
+from recbft.system.files import user_path
 
 # What RecBole calls some of our keys: the message about an unknown key then names ours.
 RECBOLE_NAMES = NAMED | {key: NAMED.get(meant, meant) for key, meant in OTHER_WORDS.items()}
@@ -92,7 +92,7 @@ for _kind in (list, tuple):
 
 def read_yaml(path: Path | str) -> dict[str, Any]:
     """The mapping in a YAML file; an empty file is an empty mapping."""
-    path = Path(os.path.expanduser(path))
+    path = user_path(path)
     try:
         with open(path, "rb") as file:
             content = file.read(MOST_BYTES + 1)  # of a device there is no end

@@ -48,7 +48,7 @@ from recbft.config.fields import check_range, from_dict, to_dict
 from recbft.datasets.columns import flat
 from recbft.datasets.features import ItemFeatures, Kind, vectors
 from recbft.errors import UserError
-from recbft.system.files import read_json, write_atomic, write_json
+from recbft.system.files import read_json, user_path, write_atomic, write_json
 
 ARRAYS_FILE, WORDS_FILE = "items.safetensors", "items.json"
 _WORD = re.compile(r"\w+")
@@ -197,8 +197,8 @@ class ItemContent:
                 for name, block in self.blocks.items()
             ],
         }
-        write_atomic(Path(folder) / ARRAYS_FILE, save(arrays))
-        write_json(Path(folder) / WORDS_FILE, words)
+        write_atomic(user_path(folder) / ARRAYS_FILE, save(arrays))
+        write_json(user_path(folder) / WORDS_FILE, words)
 
     @classmethod
     def load(cls, folder: str | Path) -> ItemContent:
@@ -207,7 +207,7 @@ class ItemContent:
         Raises:
             UserError: a file is missing or damaged.
         """
-        folder = Path(folder)
+        folder = user_path(folder)
         try:
             words, arrays = read_json(folder / WORDS_FILE), load_file(folder / ARRAYS_FILE)
             blocks = {}

@@ -321,7 +321,7 @@ def _separator(kind: str, given: str | None, path: Path, columns: Sequence[str] 
     if given is None:
         usual, line = SEPARATORS[kind], _first_line(path)
         others = () if kind == "inter" else OTHER_SEPARATORS if columns is None else (*OTHER_SEPARATORS, " ")
-        return next((one for one in (usual, *others) if _fits(_fields(line, one, kind), columns)), usual)
+        return next((one for one in (usual, *others) if _fits(fields_of(line, one, kind), columns)), usual)
     separator = WORDS.get(given.lower(), given.replace("\\t", "\t"))
     if separator in ("", "\n", "\r"):
         raise UserError(
@@ -348,7 +348,7 @@ def _header(path: Path, separator: str, kind: str) -> list[str]:
     line = _first_line(path)
     if not line.strip():
         raise UserError(f"{path}: the first line is blank, but it must name the columns")
-    names = _fields(line, separator, kind)
+    names = fields_of(line, separator, kind)
     return [name.rpartition(":")[0] or name for name in names] if kind == "inter" else names
 
 
@@ -357,7 +357,7 @@ def _first_line(path: Path) -> str:
         return re.split(rb"[\r\n]", file.readline(), maxsplit=1)[0].decode("utf-8-sig")
 
 
-def _fields(line: str, separator: str, kind: str) -> list[str]:
+def fields_of(line: str, separator: str, kind: str) -> list[str]:
     """What a line holds between separators."""
     return next(csv.reader([line], delimiter=separator), []) if _is_quoted(kind, separator) else line.split(separator)
 

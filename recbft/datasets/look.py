@@ -8,7 +8,6 @@ printed is what training gets.
 
 from __future__ import annotations
 
-import csv
 import io
 import itertools
 import json
@@ -35,7 +34,9 @@ from recbft.datasets.formats import (
     OTHER_SEPARATORS,
     SEPARATORS,
     WORDS,
+    column_names,
     ending,
+    fields_of,
     open_bytes,
     reading,
     source_files,
@@ -146,8 +147,7 @@ def _form(path: Path) -> _Form:
         return _Form("JSON, an object per line", pd.DataFrame([row for row in rows if isinstance(row, dict)]))
     if kind == "inter":
         table = [line.split("\t") for line in lines]
-        names = [name.rpartition(":")[0] or name for name in table[0]]
-        return _Form("RecBole's atomic file", pd.DataFrame(table[1:], columns=names))
+        return _Form("RecBole's atomic file", pd.DataFrame(table[1:], columns=column_names(path)))
     separator = _separator(lines, SEPARATORS.get(kind or "", ","))
     table = [_fields(line, separator) for line in lines]
     width = len(table[0])
@@ -187,7 +187,7 @@ def _separator(lines: Sequence[str], usual: str) -> str:
 def _fields(line: str, separator: str) -> list[str]:
     if separator == " ":
         return line.split()
-    return next(csv.reader([line], delimiter=separator), []) if len(separator) == 1 else line.split(separator)
+    return fields_of(line, separator, "csv")
 
 
 def _has_header(table: Sequence[Sequence[str]]) -> bool:

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from recbft.errors import RunError, UserError
+from recbft.errors import RunError, UserError, shortened
 from recbft.experiments.plan import Job, status
 from recbft.experiments.processes import Word
 from recbft.runs import locks
@@ -26,7 +26,7 @@ from recbft.training.many_seeds import train_seeds
 from recbft.training.one_run import resume, train
 
 _CHANGED = "the file has changed since: put it back as it was, or give another --out"
-_MOST, _LONGEST = 20, 1_000  # warnings that are passed on, and letters of each: nobody reads them before the end
+_MOST = 20  # warnings that are passed on: nobody reads them before the end
 ELSEWHERE = 75  # exit code of a worker that found its run taken
 
 
@@ -93,7 +93,7 @@ def _listen() -> dict[tuple[Any, ...], tuple[str, int]]:
     show = warnings.showwarning
 
     def hear(message: Warning | str, category: type[Warning], filename: str, lineno: int, *more: Any) -> None:
-        first, number = heard.get((category, filename, lineno), (" ".join(str(message).split())[:_LONGEST], 0))
+        first, number = heard.get((category, filename, lineno), (shortened(" ".join(str(message).split())), 0))
         heard[category, filename, lineno] = first, number + 1
         show(message, category, filename, lineno, *more)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from recbft.errors import UserError
-from recbft.training.run_config import TrainingConfig
+
+if TYPE_CHECKING:
+    from recbft.training.run_config import TrainingConfig
 
 
 class Progress(Protocol):
@@ -77,3 +79,20 @@ def check_tensorboard(config: TrainingConfig) -> None:
     """Refuse before any work is done where TensorBoard is asked for and is not installed."""
     if config.tensorboard and find_spec("tensorboard") is None:
         raise UserError("tensorboard: true needs a package: pip install tensorboard, or leave the setting out")
+
+
+def valid_text(row: Mapping[str, object], metric: str) -> str:
+    """The validation metric; nothing in an epoch without validation."""
+    value = row.get(f"valid_{metric}")
+    return f"  valid {metric} {value:.4f}" if isinstance(value, float) else ""
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds.
+
+    >>> duration(3725)
+    '1:02:05'
+    """
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"

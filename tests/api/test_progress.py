@@ -62,8 +62,8 @@ def test_a_line_is_written_over_and_left_at_the_end(monkeypatch):
     said = [part.rstrip() for part in stream.getvalue().split("\r")[1:]]
     assert said == [
         "epoch 2/3  step 1/4  loss 2.5000",
-        "epoch 2/3  loss 2.0000  valid mrr 0.2500  at most 2 min left",
-        "epoch 3/3  loss 1.0000  valid mrr 0.2500  at most 0 s left",
+        "epoch 2/3  loss 2.0000  valid mrr 0.2500  at most 0:01:40 left",
+        "epoch 3/3  loss 1.0000  valid mrr 0.2500  at most 0:00:00 left",
     ]
     assert stream.getvalue().endswith("\n")
 
