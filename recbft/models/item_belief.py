@@ -73,7 +73,8 @@ class ItemBelief(TrainedPart):
         self.register_buffer("content", content.to(dtype))
         self.register_buffer("counts", counts.to(dtype))
         self.register_buffer("new_item_bias", torch.zeros(len(content), dtype=dtype))
-        self.prior = nn.Linear(width, D, bias=False) if config.content_mean or self.arm == "content" else None
+        with_mean = self.arm == "content" or (config.content_mean and self.arm != "id")
+        self.prior = nn.Linear(width, D, bias=False) if with_mean else None
         self.gate = nn.Linear(2 * D, D) if self.arm == "gate" else None
         number = lambda value: nn.Parameter(torch.tensor(value / CAUTION))  # noqa: E731
         self.kappa_logit = number(math.log(KAPPA_START)) if self.arm == "belief" else None

@@ -196,7 +196,9 @@ class RunFolder:
         Where the data lay and what they were called is no part of it.
         """
         protocol = self.protocol
-        return config_hash({**protocol, "dataset": None, "config": {**protocol.get("config", {}), "data": None}})
+        prepared = {**protocol.get("preparation", {}), "source": None}
+        config = {**protocol.get("config", {}), "data": None}
+        return config_hash({**protocol, "dataset": None, "preparation": prepared, "config": config})
 
     @property
     def environment(self) -> dict[str, Any]:

@@ -232,8 +232,8 @@ def _times(histories: Any, unit: str | None) -> NDArray[np.int64] | None:
         if converted is None:
             learned = unit or "whole numbers of an unknown unit"
             raise UserError(
-                f"column {USUAL_TIME!r} of the histories holds dates, which cannot be converted to the times of the "
-                f"training data ({learned}); give whole numbers in that unit"
+                f"column {USUAL_TIME!r} of the histories holds dates or fractions of seconds, which cannot be "
+                f"converted to the times of the training data ({learned}); give whole numbers in that unit"
             )
         times = converted
     elif unit is not None:

@@ -19,14 +19,16 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recbft.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 try:
     import fcntl
@@ -111,7 +113,7 @@ def read_json(path: Path) -> Any:
 
 def write_parquet(path: str | Path, table: pa.Table | pd.DataFrame) -> None:
     """Write a table as Parquet, without the data frame's index."""
-    if isinstance(table, pd.DataFrame):
+    if not isinstance(table, pa.Table):
         table = pa.Table.from_pandas(table, preserve_index=False)
     write_atomic(path, lambda file: pq.write_table(table, file))
 

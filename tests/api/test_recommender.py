@@ -247,7 +247,7 @@ def test_two_recommenders_are_joined_and_the_join_outlives_them(fitted, dataset,
     )
     own = joined.probe(dataset, users=20, samples=10)["uncertainty"]
     assert "precision" in own["confidences"]
-    with pytest.raises(UserError, match=r"holds a finished run.*in Python: Recommender.load"):
+    with pytest.raises(UserError, match=r"holds a finished run; .* load it with Recommender\.load"):
         Recommender.join(fitted["bft"], tmp_path / "content", dataset=dataset, out=tmp_path / "content")
     with pytest.raises(UserError, match="are the same model"):
         Recommender.join(fitted["bft"], fitted["bft"], dataset=dataset)

@@ -11,6 +11,7 @@ from sklearn.linear_model import LogisticRegression
 
 from benchmarks.study import worth
 from recbft.errors import UserError
+from recbft.runs.folder import RunFolder
 
 
 @pytest.fixture
@@ -52,6 +53,8 @@ def test_runs_of_other_data_than_is_at_hand_are_refused(trained, tmp_path):
     for file in other.glob("runs/bft-seed*/protocol.json"):
         said = json.loads(file.read_text()) | {"content_hash": "0" * 64}
         file.write_text(json.dumps(said))
+        metrics = file.with_name("metrics.json")
+        metrics.write_text(json.dumps(json.loads(metrics.read_text()) | {"run": RunFolder(file.parent).identity}))
     with pytest.raises(UserError, match="the runs differ in content_hash"):
         worth.main([str(trained), str(other)])
     for path in other.glob("runs/matched-*"):

@@ -63,7 +63,6 @@ def test_recbole_finds_each_model_its_trainer_and_its_defaults_by_name(name):
     ("key", "value", "message"),
     [
         ("MAX_ITEM_LIST_LENGTH", "ten", "MAX_ITEM_LIST_LENGTH is 'ten'; give a whole number"),
-        ("epochs", 0, "epochs is 0; give a whole number >= 1"),
         ("core", {"lam_mx": 3}, "unknown key 'core.lam_mx'; did you mean 'lam_max'?"),
     ],
 )

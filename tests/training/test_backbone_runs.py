@@ -100,7 +100,7 @@ def test_a_time_biased_model_recommends_from_histories_with_times_only(timed):
         recommender.recommend(frame.assign(timestamp=stamps), 3) for stamps in ([5, 90, 4000], [5, 3000, 4000])
     )
     assert not np.allclose(one["score"], other["score"])
-    with pytest.raises(UserError, match=r"row 1: column 'timestamp' holds 0\.5, but a time must be a whole number"):
+    with pytest.raises(UserError, match="holds dates or fractions of seconds, which cannot be converted"):
         recommender.recommend(frame.assign(timestamp=0.5), 3)
     shown = Recommender("hstu", arm="bft", **settings, show_target_time=True).fit(timed)
     with pytest.raises(UserError, match="trained with show_target_time: true"):

@@ -102,7 +102,7 @@ def test_averaged_weights_are_kept_if_they_are_better(good, dataset, tmp_path, m
     def judge(model, data, part, **named):
         """Of averaged weights, which are offered last, as they are to be found."""
         found = evaluated(model, data, part, **named)
-        if part == "validation" and not named["lists"]:
+        if part == "validation" and not named.get("lists"):
             seen.append(found.headline["ndcg@10"])
             if len(seen) == 5:
                 found.metrics["unfiltered"]["ndcg@10"] = found.metrics["filtered"]["ndcg@10"] = float(good)

@@ -303,7 +303,7 @@ def test_sections_of_several_files_are_put_together(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"model": "gru4rec"}, "model is 'gru4rec'; choose one of bert4rec, hstu, pop, sasrec$"),
+        ({"model": "gru4rec"}, "model is 'gru4rec'; choose one of bert4rec, content-cosine, hstu, join, pop, sasrec$"),
         ({"lr": 0.1}, "unknown key 'lr'; recbft calls it 'learning_rate'$"),
         ({"embedding_dim": 64}, "unknown key 'embedding_dim'; recbft calls it 'hidden_size'$"),
         ({"embedding_size": 64}, "unknown key 'embedding_size'; recbft calls it 'hidden_size'$"),
