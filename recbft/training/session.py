@@ -16,7 +16,7 @@ from recbft.datasets import Dataset
 from recbft.errors import RunInterruptedError, UserError
 from recbft.evaluation.evaluate import Evaluation, evaluate
 from recbft.evaluation.metrics import EvaluationConfig, begun_from
-from recbft.evaluation.new_items import fit_new_item_bias
+from recbft.evaluation.new_item_bias import fit_new_item_bias
 from recbft.evaluation.probability import calibrations
 from recbft.evaluation.views import Part
 from recbft.models.backbone import Backbone

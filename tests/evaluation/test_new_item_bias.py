@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recbft.datasets import Dataset
-from recbft.evaluation.new_items import fit_new_item_bias
+from recbft.evaluation.new_item_bias import fit_new_item_bias
 from recbft.evaluation.views import states_of_view, view_of
 from recbft.models import MODELS
 
