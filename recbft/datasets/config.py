@@ -1,4 +1,4 @@
-"""Which data a run uses and how it is prepared."""
+"""Which data a run uses, how it is prepared, and how it is split."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from recbft.datasets.dataset import Dataset
 from recbft.datasets.formats import ending
 from recbft.datasets.loading import default_dataset
 from recbft.datasets.prepare import Preparation
+from recbft.datasets.split import SETTINGS, Point, Splitting
 from recbft.errors import MissingColumnError, UserError
 
 READ_BY = ("user", "item", "time", "session", "separator", "columns")  # how a file is read
@@ -18,7 +19,7 @@ READ_BY = ("user", "item", "time", "session", "separator", "columns")  # how a f
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """A data set by name or file, the columns to read, and the steps of ``Preparation``.
+    """A data set by name or file, the columns to read, the steps of ``Preparation``, and its ``Splitting``.
 
     Columns left out are those of the data set's card, or ``user_id`` and ``item_id`` in a file. Row order is time order
     within a user unless ``time`` or the card names a column.
@@ -40,11 +41,18 @@ class DataConfig:
     where: str | None = None
     drop_last_events: int = 0
     min_history: int = 3
+    split: Literal["leave_one_out", "global_time"] | None = None  # None: leave_one_out
+    split_at: Point | None = None  # where training ends: a share of the events such as 0.8, a date, or a time
+    test_at: Point | None = None  # where the test begins; None: half of what is left after split_at
+    split_targets: Literal["all", "first", "successive"] | None = None  # of a user in a part; None: all
+    hold_out_items: float | None = None  # share of the items without any training event
+    hold_out_seed: int | None = None  # what they are drawn by; None: 0
 
     def __post_init__(self) -> None:
         if self.dataset is not None and not self.dataset:
             raise UserError("dataset is empty; give a data set's name or a file")
         self.preparation()  # checks the values it holds
+        self.splitting()
 
     @classmethod
     def behind(cls, dataset: Dataset, **more: Any) -> DataConfig:
@@ -55,6 +63,7 @@ class DataConfig:
         """
         filters = dataset.preparation.get("filters", {}) if dataset.columns else {}
         values: dict[str, Any] = {**more, "dataset": dataset.name, **dataset.columns, **filters}
+        values |= dataset.splitting.chosen()
         return cls(**values)
 
     def resolved(self) -> DataConfig:
@@ -70,12 +79,30 @@ class DataConfig:
         """Read and prepare the data."""
         how = {name: getattr(self, name) for name in ("data_root", *READ_BY)}
         try:
-            return Dataset.load(str(self.resolved().dataset), **how, preparation=self.preparation())
+            made = Dataset.load(str(self.resolved().dataset), **how, preparation=self.preparation())
         except MissingColumnError as error:
             if error.column not in ("user_id", "item_id"):  # which nobody has named
                 raise
             role = error.column.removesuffix("_id")
             raise UserError(f"{error}; name the column as {role}: --{role} NAME, or --set {role}=NAME") from None
+        return self.split_as_asked(made)
+
+    def split_as_asked(self, dataset: Dataset) -> Dataset:
+        """A data set with the split asked for here, or its own where none is; UserError where they differ."""
+        asked, own = self.splitting(), dataset.splitting
+        if asked.is_plain or own == asked:
+            return dataset
+        if own.is_plain:
+            return dataset.with_split(**asked.chosen())
+        raise UserError(
+            f"data set {dataset.name!r} has the split {own.chosen()}, and the settings ask for {asked.chosen()}; give "
+            "the data without a split of their own, or both the same"
+        )
+
+    def split_as(self, dataset: Dataset) -> DataConfig:
+        """These settings with the split of a data set."""
+        own: dict[str, Any] = dict.fromkeys(SETTINGS)
+        return replace(self, **(own | dataset.splitting.chosen()))
 
     def load_again(self, dataset: str | None = None, data_root: str | None = None, **how: Any) -> Dataset:
         """The data of a run that was begun earlier, from where they lie now.
@@ -119,3 +146,7 @@ class DataConfig:
     def preparation(self) -> Preparation:
         """What is done to the events before they become histories."""
         return Preparation(**{each.name: getattr(self, each.name) for each in fields(Preparation)})
+
+    def splitting(self) -> Splitting:
+        """How the data set is split."""
+        return Splitting.of(vars(self))

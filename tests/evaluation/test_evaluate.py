@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from recbft.datasets.dataset import Dataset, leave_one_out
+from recbft.datasets import Dataset, leave_one_out
 from recbft.datasets.prepare import Preparation
 from recbft.errors import RunError, UserError
 from recbft.evaluation import evaluate as evaluating

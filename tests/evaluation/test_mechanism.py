@@ -10,8 +10,8 @@ import pytest
 import torch
 from scipy import stats
 
+from recbft.datasets import leave_one_out
 from recbft.datasets.batches import HISTORIES_PER_BATCH
-from recbft.datasets.dataset import leave_one_out
 from recbft.datasets.planted import PlantedReliability
 from recbft.evaluation import mechanism as looking
 from recbft.evaluation.evaluate import evaluate

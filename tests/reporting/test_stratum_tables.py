@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from recbft.datasets.dataset import Dataset, leave_one_out
+from recbft.datasets import Dataset, leave_one_out
 from recbft.errors import UserError
 from recbft.evaluation.metrics import one_from_ranks
 from recbft.reporting.stratum_tables import (
