@@ -69,8 +69,8 @@ def _misfit(probe: Mapping[str, Any], comparison: Comparison, run: Path) -> str:
     if protocol["part"] != comparison.protocol["part"]:
         return f"of the {protocol['part']}, not the {comparison.protocol['part']}"
     for users in (mechanism["num_users"], uncertainty["num_users"]):
-        if users != len(comparison.users):
-            return f"of {users:,} of the {len(comparison.users):,} users"
+        if users != comparison.num_users:
+            return f"of {users:,} of the {comparison.num_users:,} users"
     probed, now = protocol.get("weights"), weights_of(run)
     return "of other weights than the run has now" if None not in (probed, now) and probed != now else ""
 
