@@ -116,11 +116,13 @@ def _write(found: dict[str, Any], run: Path, out: Path | None, other: str | None
 
 def _show(found: dict[str, Any], counts: str) -> None:
     from recbft.evaluation.metrics import protocol_lines
+    from recbft.reporting.new_items_tables import new_items_lines
     from recbft.reporting.probe_tables import mechanism_lines, uncertainty_lines
 
     for lines in (
         [*mechanism_lines(found["mechanism"]), *([counts, ""] if counts else [])],
         uncertainty_lines(found["uncertainty"]),
+        new_items_lines(found["new_items"]),
         protocol_lines(found["protocol"]),
     ):
         typer.echo("\n".join(lines))

@@ -26,6 +26,7 @@ from recbft.datasets.planted import planted_reliability
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import Evaluation, evaluate
 from recbft.evaluation.mechanism import mechanism
+from recbft.evaluation.new_items import new_items
 from recbft.evaluation.probability import Calibration
 from recbft.evaluation.uncertainty import uncertainty
 from recbft.evaluation.views import view_of
@@ -300,8 +301,9 @@ class Recommender:
             samples: bootstrap resamples behind each interval.
 
         Returns:
-            ``mechanism`` and ``uncertainty``, the figures of ``recbft.evaluation.mechanism`` and ``.uncertainty``, and
-            the ``protocol``, with the SHA-256 of the ``weights``; ready for JSON.
+            ``mechanism``, ``uncertainty`` and ``new_items`` (None where no target is of a new item), the figures of
+            ``recbft.evaluation.mechanism``, ``.uncertainty`` and ``.new_items``, and the ``protocol``, with the SHA-256
+            of the ``weights``; ready for JSON.
         """
         trained, dataset = self._fitted(), self.aligned(dataset)
         model = trained.model
@@ -318,6 +320,9 @@ class Recommender:
         return {
             "mechanism": mechanism(model, dataset, part, users=rows, planted=planted, memory_mb=memory_mb),
             "uncertainty": uncertainty(model, dataset, part, users=rows, samples=samples, memory_mb=memory_mb),
+            "new_items": new_items(
+                model, dataset, part, users=rows, filter_seen=self.config.evaluation.filter_seen, memory_mb=memory_mb
+            ),
             "protocol": {
                 **run_protocol(self.config, dataset, model, trained.protocol.get("begun_from")),
                 "part": part,

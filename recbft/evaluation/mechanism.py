@@ -91,7 +91,7 @@ def mechanism(
                 layer.add(found, batch)
             posterior += [] if states.precision is None else [states.precision.cpu()]
         counts = np.asarray(dataset.training_counts)[1:]
-        bins = item_frequency(counts, counts, quantiles=quantiles)
+        bins = item_frequency(counts, counts, quantiles=quantiles, new_apart=False)
         reliability = None if planted is None else planted.items
         return {
             "part": part,

@@ -89,15 +89,18 @@ class Confound(NamedTuple):
     p: float
 
 
-def item_frequency(target_frequency: ArrayLike, item_counts: ArrayLike, *, quantiles: int = QUANTILES) -> Strata:
+def item_frequency(
+    target_frequency: ArrayLike, item_counts: ArrayLike, *, quantiles: int = QUANTILES, new_apart: bool = True
+) -> Strata:
     """Users by the training count of their target.
 
     Args:
         target_frequency: training events of each user's target, (N,).
         item_counts: training events of the distinct items, (V,), padding left out.
+        new_apart: what has no training event is a stratum of its own; else one of the rarest.
     """
-    unit = "training events of the target"
-    return _counts("item frequency", unit, _integers(target_frequency), _integers(item_counts), quantiles)
+    unit, made = "training events of the target", _counts if new_apart else _quantiles
+    return made("item frequency", unit, _integers(target_frequency), _integers(item_counts), quantiles)
 
 
 def user_activity(training_length: ArrayLike, *, quantiles: int = QUANTILES) -> Strata:
