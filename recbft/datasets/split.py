@@ -434,7 +434,7 @@ def counts_lines(counts: Mapping[str, Any]) -> list[str]:
         )
         lines.append(
             f"{part}: {c['targets']:,} targets of {c['users']:,} users ({c['new_users']:,} new), "
-            f"{c['targets_of_new_items']:,} of them {c['new_items']:,} new items{left}"
+            f"{c['targets_of_new_items']:,} of them of {c['new_items']:,} new items{left}"
         )
     return lines
 

@@ -106,7 +106,10 @@ def split_remarks(dataset: Dataset) -> list[str]:
     split = dataset.split
     if split.counts is None:
         return []
-    return [f"split: {split.text}", *counts_lines(split.counts)]
+    lines, test = [f"split: {split.text}", *counts_lines(split.counts)], split.counts["test"]
+    if dataset.splitting.split_targets != "successive" and test["targets_left_out"] > test["targets"]:
+        lines.append("most test targets are left out; split_targets=successive ranks all but a user's first event")
+    return lines
 
 
 def tied_with_before(dataset: Dataset) -> NDArray[np.bool_] | None:

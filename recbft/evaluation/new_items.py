@@ -8,8 +8,9 @@ does that without knowing anything. So each figure stands beside what the consta
     as it is    b = 0              never listed    b = -inf: new items come last, as of a model that knows none
     new items' gain                HR@k of new targets as it is; never listed it is 0
     known items' loss              a metric of known targets as it is, less the same with new items never listed  (2)
-    sweep                          b between the values at which no user, and every user, has a new item in the first k;
-                                   at share q of the way q of the users have one                               (3)
+    sweep                          b at which new items hold a share q of all users' first k places, q from 0 to 1:
+                                   the q-quantile, over users and j = 1..k, of known_(k-j+1) - new_(j), the scores of
+                                   either kind of item in falling order                                        (3)
 
 A gain that is worth more than a constant lies above the curve that the sweep draws: more hits of new targets for equal
 hits of known ones. Whether a model knows one new item from another shows among new items alone, where b says nothing:
@@ -159,12 +160,13 @@ class _Scores:
         return known, new, own
 
     def constants(self) -> FloatArray:
-        """(3): at each share of ``SHARES`` the least b with which so many users have a new item in the first k."""
+        """(3) for each share of ``SHARES``."""
         lacking = []
         for rows in self.chunks:
             known, new, _ = self.block(rows)
-            last = known.topk(min(K, known.shape[1]), dim=1).values[:, -1] if known.shape[1] else new[:, 0]
-            lacking.append((last - new.amax(1)).double().cpu().numpy())
+            k = min(K, known.shape[1], new.shape[1])
+            lowest, best = known.topk(k, dim=1).values.flip(1), new.topk(k, dim=1).values
+            lacking.append((lowest - best).double().flatten().cpu().numpy())
         found = np.concatenate(lacking)
         found = found[np.isfinite(found)]
         return np.quantile(found, SHARES) if found.size else np.zeros(len(SHARES))

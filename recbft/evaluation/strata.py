@@ -103,10 +103,11 @@ def item_frequency(
     return made("item frequency", unit, _integers(target_frequency), _integers(item_counts), quantiles)
 
 
-def user_activity(training_length: ArrayLike, *, quantiles: int = QUANTILES) -> Strata:
-    """Users by the number of their training events, (N,)."""
+def user_activity(training_length: ArrayLike, *, owner: IntArray | None = None, quantiles: int = QUANTILES) -> Strata:
+    """Users by the number of their training events, (N,); ``owner`` as in ``stratify``: each user counts once."""
     lengths = _integers(training_length)
-    return _counts("user activity", "training events of the user", lengths, lengths, quantiles)
+    each = lengths if owner is None else lengths[np.flatnonzero(np.diff(owner, prepend=-1))]
+    return _counts("user activity", "training events of the user", lengths, each, quantiles)
 
 
 def first_time_items(target_frequency: ArrayLike) -> Strata:

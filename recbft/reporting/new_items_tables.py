@@ -143,8 +143,8 @@ def _sweep_table(parts: Parts) -> Table:
         parts,
         name="new-items-sweep",
         title=f"The control: {key.upper()} with a constant added to the scores of all new items",
-        caption=f"{_protocol(parts)} Listed: the share of the users who have a new item among their first "
-        f"{first['k']} with this constant. A model that knows nothing of new items gets this much; what it is worth "
+        caption=f"{_protocol(parts)} Listed: the share of all users' first {first['k']} places that new "
+        "items hold with this constant. A model that knows nothing of new items gets this much; what it is worth "
         "more must lie above: more hits of new targets for equal hits of known ones. The constant is swept on these "
         f"very targets, and not fitted{over_seeds(parts)}.",
         columns=[Column("listed"), Column("constant", "short"), Column("known", "value"), Column("new", "value"),

@@ -209,7 +209,9 @@ STRATA: dict[str, Callable[[Subject, int], Strata]] = {
     "item-frequency": lambda subject, quantiles: partition.item_frequency(
         subject.target_frequency, _counts(subject), quantiles=quantiles
     ),
-    "user-activity": lambda subject, quantiles: partition.user_activity(subject.training_length, quantiles=quantiles),
+    "user-activity": lambda subject, quantiles: partition.user_activity(
+        subject.training_length, owner=subject.owner, quantiles=quantiles
+    ),
     "grid": lambda *given: partition.grid(STRATA["item-frequency"](*given), STRATA["user-activity"](*given)),
     "first-time": lambda subject, _: partition.first_time_items(subject.target_frequency),
     "recency": _recency,

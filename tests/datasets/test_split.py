@@ -71,8 +71,8 @@ def test_by_time_all_items_of_a_part_are_targets_once_each_from_what_is_before_t
         },
     }  # fmt: skip
     assert counts_lines(split.counts)[1] == (
-        "validation: 3 targets of 2 users (0 new), 1 of them 1 new items; 1 targets with nothing before them are left "
-        "out, and 1 users with all of theirs"
+        "validation: 3 targets of 2 users (0 new), 1 of them of 1 new items; 1 targets with nothing before them are "
+        "left out, and 1 users with all of theirs"
     )
 
 
@@ -249,3 +249,11 @@ def test_remarks_say_what_is_new_and_what_is_left_out(dataset: Dataset) -> None:
     said = remarks(dataset.with_split(**BY_TIME))
     assert said[-3:] == counts_lines(dataset.with_split(**BY_TIME).split.counts or {})
     assert said[-4].startswith("split: global time: events before 30 train")
+    rows = [("old", "a", 1), ("old", "b", 8), ("old", "c", 9)] + [
+        (f"new{n}", item, 9) for n in (1, 2) for item in "abc"
+    ]
+    frame = pd.DataFrame(rows, columns=["user_id", "item_id", "t"])
+    newcomers = Dataset.from_frame(frame, time="t")
+    by_time = {"split": "global_time", "split_at": 8, "test_at": 9}
+    assert remarks(newcomers.with_split(**by_time))[4].startswith("most test targets are left out; split_targets=succ")
+    assert not any("most" in line for line in remarks(newcomers.with_split(**by_time, split_targets="successive")))

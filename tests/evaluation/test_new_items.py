@@ -91,9 +91,19 @@ def test_every_figure_is_that_of_ranks_counted_by_hand(seed, how, filter_seen):
     )
 
 
-def test_along_the_sweep_new_items_gain_what_known_ones_lose_and_as_many_users_have_one():
+def test_along_the_sweep_new_items_gain_what_known_ones_lose_and_hold_as_many_places():
     dataset = log(0)
-    sweep = new_items(SumModel(dataset.num_items), dataset)["sweep"]
+    model = SumModel(dataset.num_items)
+    model.weight.add_(torch.rand(model.weight.shape, generator=torch.Generator().manual_seed(0)))  # no ties
+    sweep, view = new_items(model, dataset)["sweep"], dataset.split.test
+    is_new = dataset.training_counts[1:] == 0
+    for step in sweep[1:-1]:
+        held = []
+        for row in range(len(view.target)):
+            scores = (model.weight[1:] @ model.weight[view.items[view.start[row] : view.stop[row]]].sum(0)).numpy()
+            held.append(is_new[np.argsort(-(scores + is_new * step["constant"]))[:K]].mean())
+        assert np.mean(held) == pytest.approx(step["share"], abs=0.01)
+    assert sweep[0]["new"]["hr@10"] == 0 and sweep[-1]["known"]["hr@10"] == 0
     assert [step["share"] for step in sweep] == list(SHARES)
     for of, sign in (("new", 1), ("known", -1), ("constant", 1)):
         along = [step[of] if of == "constant" else step[of]["hr@10"] for step in sweep]

@@ -39,6 +39,12 @@ def test_what_has_no_training_event_is_a_stratum_of_its_own_before_the_rarest():
     assert recency([0, 0, 5], ticks_per_second=1).names == ("Q0", "Q3"), "a gap of 0 is no absence"
 
 
+def test_a_user_of_several_targets_counts_once_in_the_edges_of_activity():
+    owner = np.array([0, 0, 0, 0, 1, 2, 3])
+    found = user_activity([2, 2, 2, 2, 5, 6, 7], owner=owner, quantiles=2)
+    assert found.bounds == ("2-5", "6-7") and found.member.tolist() == [0, 0, 0, 0, 0, 1, 1]
+
+
 def test_ties_stay_together_and_empty_strata_are_left_out():
     found = item_frequency([5, 5, 5, 8], [5, 5, 5, 5, 5, 5, 5, 8, 8, 9])
     assert found.names == ("Q0", "Q3") and found.bounds == ("5", "6-8") and found.empty == ("Q1", "Q2", "Q4")
