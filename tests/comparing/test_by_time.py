@@ -13,9 +13,11 @@ from recbft.comparing.results import results_of
 from recbft.datasets import Dataset
 from recbft.errors import UserError
 from recbft.evaluation.metrics import over_users, owner_of, protocol_lines
+from recbft.reporting.comparison_tables import comparison_document
 from recbft.reporting.stratum_tables import available, stratified, subject_of_runs
 from recbft.runs.folder import RunFolder
 from recbft.training.one_run import resume, train
+from tests.comparing.made_up import MADE
 from tests.experiments.conftest import jobs_of
 
 BY_TIME = ("split=global_time", "split_at=0.7", "hold_out_items=0.2", "hold_out_seed=2")
@@ -70,6 +72,9 @@ def test_a_comparison_averages_over_a_users_targets_first_and_then_pairs_users(r
         np.testing.assert_allclose(found.values("bft", "unfiltered", metric), said)
     cell = results_of(found, metrics=METRICS)["comparisons"]["matched"]["bft"]["unfiltered"]["recall@10"]
     assert cell["over_users"]["num_users"] == found.num_users
+    said = comparison_document(results_of(found, metrics=METRICS) | {"made": MADE}, markdown=True)
+    assert f"Split: {found.protocol['split']}. A user's value is the mean over the user's targets." in said
+    assert "The last event" not in said
     assert cell["over_users"]["difference"] == pytest.approx(cell["over_seeds"]["difference"])
 
 
