@@ -23,7 +23,7 @@ import torch
 from benchmarks import machine
 from benchmarks.command import count, finish, parse, recorded, training_parser
 from recbft.config.fields import to_dict
-from recbft.datasets import Dataset, leave_one_out
+from recbft.datasets import Dataset
 from recbft.datasets.batches import Batch, EpochBatches, pack_histories
 from recbft.errors import RunError, UserError
 from recbft.evaluation.evaluate import evaluate
@@ -292,11 +292,11 @@ def check_parity(label: str, config: RunConfig, dataset: Dataset) -> float:
 
 def _some_batch(config: RunConfig, dataset: Dataset) -> Batch:
     """The first users' training events as one batch."""
-    split = leave_one_out(dataset)
+    split = dataset.split
     users = (split.training_stop - split.training_start >= 2).nonzero()[0][:HISTORIES]
     stop = split.training_stop[users] - 1
     start = split.training_start[users].clip(min=stop - config.backbone.max_length)
-    return pack_histories(dataset.items, start, stop, times=dataset.times, with_targets=True)
+    return pack_histories(split.items, start, stop, times=split.times, with_targets=True)
 
 
 def _values_and_gradients(model: TrainableModel, batch: Batch) -> dict[str, torch.Tensor]:

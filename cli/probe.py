@@ -126,11 +126,13 @@ def _write(found: dict[str, Any], run: Path, out: Path | None, other: str | None
 
 def _show(found: dict[str, Any], counts: str) -> None:
     from recbft.evaluation.metrics import protocol_lines
+    from recbft.reporting.new_items_tables import new_items_lines
     from recbft.reporting.probe_tables import mechanism_lines, uncertainty_lines
 
     for lines in (
         [*mechanism_lines(found["mechanism"]), *([counts, ""] if counts else [])],
         uncertainty_lines(found["uncertainty"]),
+        new_items_lines(found["new_items"]),
         protocol_lines(found["protocol"]),
     ):
         say("\n".join(lines))
@@ -182,13 +184,16 @@ def _history(dataset: Dataset, user: str, part: str) -> pd.DataFrame:
     """What a user's held-out item is ranked from."""
     import pandas as pd
 
-    ids = [str(one) for one in dataset.user_ids[: dataset.num_tested].tolist()]
+    from recbft.evaluation.views import view_of
+
+    view = view_of(dataset, part)
+    ids = [str(one) for one in dataset.user_ids[view.user].tolist()]
     if user not in ids:
         raise UserError(f"there is no user {user!r} in {dataset.name!r}; its users have ids such as {ids[0]!r}")
     number = ids.index(user)
-    events = slice(dataset.offsets[number], dataset.offsets[number + 1] - (1 if part == "test" else 2))
-    history: pd.DataFrame = pd.DataFrame({"user_id": user, "item_id": dataset.decode(dataset.items[events])})
-    if dataset.times is not None:
-        times, unit = dataset.times[events], dataset.preparation.get("time_unit")
+    events = slice(view.start[number], view.stop[number])
+    history: pd.DataFrame = pd.DataFrame({"user_id": user, "item_id": dataset.decode(view.items[events])})
+    if view.times is not None:
+        times, unit = view.times[events], dataset.preparation.get("time_unit")
         history["timestamp"] = times if unit is None else times.astype(f"datetime64[{unit}]")  # in any model's unit
     return history

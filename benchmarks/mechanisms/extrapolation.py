@@ -33,7 +33,7 @@ import torch
 
 from benchmarks import machine
 from benchmarks.command import count, finish, parse, parser, recorded
-from recbft.datasets import Dataset, SyntheticConfig, View, synthetic_dataset
+from recbft.datasets import Dataset, SyntheticConfig, synthetic_dataset
 from recbft.errors import UserError
 from recbft.evaluation.metrics import metrics_from_ranks
 from recbft.evaluation.probability import AS_TRAINED, predicted
@@ -110,7 +110,7 @@ def measure(
 ) -> dict[str, float]:
     """Perplexity and NDCG@10 at the test targets of some users, read from their last ``length`` events."""
     view = view_of(dataset, "test", users)
-    view = View(view.stop - length, view.stop, view.target)
+    view = view._replace(start=view.stop - length)
     model.max_length = length
     with torch.inference_mode(), evaluation_mode(model):
         table = model.item_table()

@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.command import finish, parse
 from benchmarks.study.worth import over_seeds, runs_parser
 from recbft.datasets import Dataset
-from recbft.datasets.dataset import View
+from recbft.datasets.split import View
 from recbft.evaluation.confidence import calibration
 from recbft.evaluation.probability import (
     AS_TRAINED,
@@ -97,9 +97,9 @@ def asked(model: SequenceModel, dataset: Dataset, part: Part, users: IntArray, u
     """Of some users those whose target their list may hold."""
     view = view_of(dataset, part, users)
     if unseen:
-        view = view.rows(rows_of_new_targets(dataset, view))
+        view = view.rows(rows_of_new_targets(view))
     states, _ = states_of_view(model, dataset, view, model.item_table().weight.device)
-    return Asked(view, states, events_of(dataset.items, view.start, view.stop) if unseen else None)
+    return Asked(view, states, events_of(view.items, view.start, view.stop) if unseen else None)
 
 
 def nll(users: Asked, table: ItemTable, ways: Sequence[Calibration]) -> list[float]:

@@ -69,7 +69,7 @@ def judged(
 
 def _some(known: Asked, dataset: Dataset, rows: IntArray) -> Asked:
     view = known.view.rows(rows)
-    return Asked(view, known.states[rows], known.seen and events_of(dataset.items, view.start, view.stop))
+    return Asked(view, known.states[rows], known.seen and events_of(view.items, view.start, view.stop))
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -154,7 +154,7 @@ def signals(model: SequenceModel, dataset: Dataset, part: Part) -> tuple[dict[st
         "entropy": -scores.entropy,
         "probability of the ten best": np.log(scores.top[K]),
         "history length": np.log(ranked.per_user["history_length"].to_numpy()),
-        "count of the last item": np.log1p(dataset.training_counts[dataset.items[view.stop - 1]]),
+        "count of the last item": np.log1p(dataset.training_counts[view.items[view.stop - 1]]),
         "precision": np.log(ranked.precision.astype(np.float64)),
     }, ranked.per_user["rank_unfiltered"].to_numpy() <= K
 

@@ -198,7 +198,7 @@ def compare(
         if given is None:
             return made
         made.data.check_prepared(given)
-        return replace(made, data=DataConfig(dataset=where))
+        return replace(made, data=DataConfig(dataset=where).split_as(made.data.split_as_asked(given)))
 
     with _python_words():
         plans = {}

@@ -72,6 +72,13 @@ class TrainedRun(NamedTuple):
 
     def aligned(self, dataset: Dataset) -> Dataset:
         """``Recommender.aligned``; see there."""
+        dataset = self.config.data.split_as_asked(dataset)
+        if dataset.content_hash == self.protocol["content_hash"] and dataset.splitting != self.config.data.splitting():
+            raise UserError(
+                f"data set {dataset.name!r} is split as {dataset.splitting.chosen()}, and {self.run.path} was trained "
+                f"with {self.protocol['split']}: targets of the one are training events of the other; give the data "
+                "without a split of their own"
+            )
         try:
             made = dataset.numbered_as(self.vocabulary)
         except UserError as error:

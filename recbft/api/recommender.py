@@ -28,8 +28,10 @@ from recbft.datasets.planted import planted_reliability
 from recbft.errors import UserError, permissions_explained
 from recbft.evaluation.evaluate import Evaluation, evaluate
 from recbft.evaluation.mechanism import mechanism
+from recbft.evaluation.new_items import new_items
 from recbft.evaluation.probability import Calibration
 from recbft.evaluation.uncertainty import uncertainty
+from recbft.evaluation.views import view_of
 from recbft.kernels import c_library
 from recbft.runs.folder import RunFolder
 from recbft.serving.explanations import explanation_table
@@ -424,14 +426,16 @@ class Recommender:
             samples: bootstrap resamples behind each interval.
 
         Returns:
-            ``mechanism`` and ``uncertainty``, the figures of ``recbft.evaluation.mechanism`` and ``.uncertainty``, and
-            the ``protocol``, with the SHA-256 of the ``weights``; ready for JSON.
+            ``mechanism``, ``uncertainty`` and ``new_items`` (None where no target is of a new item), the figures of
+            ``recbft.evaluation.mechanism``, ``.uncertainty`` and ``.new_items``, and the ``protocol``, with the SHA-256
+            of the ``weights``; ready for JSON.
         """
         trained, dataset = self._fitted(), self.aligned(dataset)
         model = trained.model
-        if users is not None and not (is_whole(users) and 1 <= users <= dataset.num_tested):
-            raise UserError(f"users is {users!r}; give 1 to {dataset.num_tested:,}, or leave it out for all of them")
-        rows = None if users is None else np.sort(np.random.default_rng(0).permutation(dataset.num_tested)[:users])
+        num_users = view_of(dataset, part).first_rows.size
+        if users is not None and not (is_whole(users) and 1 <= users <= num_users):
+            raise UserError(f"users is {users!r}; give 1 to {num_users:,}, or leave it out for all of them")
+        rows = None if users is None else np.sort(np.random.default_rng(0).permutation(num_users)[:users])
         if not (is_whole(samples) and samples >= 1):
             raise UserError(f"samples is {samples!r}; give a whole number of at least 1")
         memory_mb = self.config.evaluation.memory_mb
@@ -441,6 +445,9 @@ class Recommender:
         return {
             "mechanism": mechanism(model, dataset, part, users=rows, planted=planted, memory_mb=memory_mb),
             "uncertainty": uncertainty(model, dataset, part, users=rows, samples=samples, memory_mb=memory_mb),
+            "new_items": new_items(
+                model, dataset, part, users=rows, filter_seen=self.config.evaluation.filter_seen, memory_mb=memory_mb
+            ),
             "protocol": {
                 **run_protocol(self.config, dataset, model, trained.protocol.get("begun_from")),
                 "part": part,
@@ -536,6 +543,7 @@ class Recommender:
         if self.run is None:  # else they are a run's, not asked for here
             own.check_prepared(dataset)
             asked = own.preparation().to_dict()
+        dataset = own.split_as_asked(dataset)
         return replace(self.config, data=DataConfig.behind(dataset, data_root=own.data_root, **asked))
 
     def _of_model(self, ask: Callable[..., T]) -> Callable[..., T]:

@@ -13,7 +13,7 @@ from recbft.comparing import provenance
 from recbft.comparing.comparison import Comparison, common_seeds, comparison_of
 from recbft.comparing.external_ranks import read_external
 from recbft.comparing.results import METRICS, write_comparison
-from recbft.datasets import Dataset, leave_one_out
+from recbft.datasets import Dataset
 from recbft.errors import UserError
 from recbft.experiments.lists import parse_seeds
 from recbft.experiments.missing_runs import check_devices, prepare, train_missing
@@ -57,8 +57,8 @@ def plan_comparison(
     if baseline is not None and baseline not in names:
         raise UserError(f"--baseline {baseline!r} is not an arm; choose one of {', '.join(names)}")
     jobs, dataset = prepare(specs, wanted, out, configure, dataset=dataset, batch_seeds=batch_seeds)
-    tested = dataset.user_ids[: dataset.num_tested]
-    targets = dataset.decode(leave_one_out(dataset).test.target)
+    test = dataset.split.test
+    tested, targets = dataset.user_ids[test.user], dataset.decode(test.target)
     ranks = [(name, read_external(file, tested, targets, num_items=dataset.num_items))
              for name, file in files.items()]  # fmt: skip
     trained = {spec.label: set(wanted) for spec in specs}

@@ -2,7 +2,7 @@
 
 Nothing here needs the data, the model or the machine a run was made on: all follows from ranks, one per user and seed.
 
-Shapes: S seeds, U users.
+Shapes: S seeds, U users, N targets, of which the split may give a user several: a user's value is their mean.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Arm:
     name: str
     seeds: tuple[int, ...]
     runs: tuple[Path | None, ...]  # None for external ranks
-    ranks: dict[str, IntArray]  # "unfiltered"/"filtered" -> (S, U) ranks of the test target; absent where not known
+    ranks: dict[str, IntArray]  # "unfiltered"/"filtered" -> (S, N) ranks of the test targets; absent where not known
     histories: tuple[list[dict[str, Any]], ...]  # rows of history.csv; none for external ranks
     config: dict[str, Any]  # of its first run, see ``config_of``; empty for external ranks
     trained: bool = False  # every seed; neither a file is, nor popularity, which has nothing to learn
@@ -57,14 +57,20 @@ class Comparison:
 
     path: Path | None  # the folder it was read from
     protocol: dict[str, Any]  # what all runs share
-    users: NDArray[Any]  # (U,) raw ids
-    training_length: IntArray  # (U,) training events
-    target_frequency: IntArray  # (U,) training events of the test target
-    target: NDArray[Any]  # (U,) raw ids of the test targets
+    users: NDArray[Any]  # (N,) raw ids, those of one user side by side
+    training_length: IntArray  # (N,) training events of the user
+    target_frequency: IntArray  # (N,) training events of the test target
+    target: NDArray[Any]  # (N,) raw ids of the test targets
     arms: dict[str, Arm]
     baseline: str
     seeds: tuple[int, ...]  # common to all arms
     notes: tuple[str, ...]  # what a reader must know: seeds and runs left out, arms that are external or identical
+    owner: IntArray | None = None  # (N,) each target's user, as ``over_users`` takes it
+
+    @property
+    def num_users(self) -> int:
+        """U."""
+        return len(self.users) if self.owner is None else int(self.owner[-1]) + 1
 
     def values(self, arm: str, setting: str, metric: str) -> FloatArray:
         """A metric per seed, (S,); UserError where the arm, setting or metric is unknown or this arm lacks it."""
@@ -90,7 +96,7 @@ class Comparison:
             raise UserError(f"unknown arm {arm!r}; {did_you_mean(arm, self.arms)}")
         if setting not in self.arms[arm].ranks:
             raise UserError(f"arm {arm} has no {setting} ranks; use {' or '.join(self.arms[arm].ranks)}")
-        return one_from_ranks(self.arms[arm].ranks[setting], metric)
+        return one_from_ranks(self.arms[arm].ranks[setting], metric, self.owner)
 
 
 def comparison_of(
@@ -143,6 +149,7 @@ def comparison_of(
         protocol=_shared_protocol(runs, arms, seeds),
         users=users,
         **of_users,
+        owner=runs[0].owner,
         arms=arms,
         baseline=chosen,
         seeds=seeds,

@@ -4,7 +4,8 @@
     rank             of the user's test target among all items, 1 is best; also read as rank_unfiltered
     rank_filtered    the same with the user's seen items masked
     seed             optional, from 0; without it the ranks stand for every seed
-    target           optional, the raw id of the item ranked: another one than here is refused
+    target           optional, the raw id of the item ranked: another one than here is refused; where the split gives a
+                     user several targets, a row for each, and this column says which
 
 One kind of rank is enough. A run's own ``per_user.parquet`` is such a file too.
 """
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from recbft.datasets.vocabulary import canonical_text
 from recbft.errors import UserError
+from recbft.evaluation.metrics import owner_of
 from recbft.experiments.lists import counted
 
 IntArray = NDArray[np.int64]
@@ -30,10 +32,10 @@ _SETTINGS = {"rank": "unfiltered", "rank_unfiltered": "unfiltered", "rank_filter
 
 
 class ExternalRanks(NamedTuple):
-    """Ranks by setting in the order of the comparison's users."""
+    """Ranks by setting in the order of the comparison's targets."""
 
     seeds: tuple[int, ...] | None  # None: one set of ranks for every seed
-    ranks: dict[str, IntArray]  # setting -> (S, U), S = 1 without seeds
+    ranks: dict[str, IntArray]  # setting -> (S, N), S = 1 without seeds
     others: int  # users of the file that the comparison does not have
 
 
@@ -41,7 +43,7 @@ def read_external(path: Path, users: NDArray[Any], targets: NDArray[Any], *, num
     """Read a CSV or Parquet file of ranks.
 
     Args:
-        users, targets: raw ids in the comparison's order, (U,).
+        users, targets: raw ids in the comparison's order, (N,).
         num_items: the worst rank there can be.
 
     Raises:
@@ -59,8 +61,10 @@ def read_external(path: Path, users: NDArray[Any], targets: NDArray[Any], *, num
         table[column] = _whole(table[column], f"{path}: column {column!r}", "ranks", 1, num_items)
     if "seed" in table:
         table["seed"] = _whole(table["seed"], f"{path}: column 'seed'", "seeds", 0, _LAST_SEED)
-    place = {canonical_text(user): n for n, user in enumerate(users)}
-    position = _texts(table["user"], path).map(place)
+    key, place = _texts(table["user"], path), {canonical_text(user): n for n, user in enumerate(users)}
+    if owner_of(users) is not None:
+        key, place = _by_target(table, key, users, targets, path)
+    position = key.map(place)
     others = table["user"][position.isna()].unique()
     known = table[position.notna()].assign(position=position.dropna().astype(int))
     seeds: list[int | None] = [None]
@@ -80,6 +84,25 @@ def read_external(path: Path, users: NDArray[Any], targets: NDArray[Any], *, num
         },
         others=len(others),
     )
+
+
+def _by_target(
+    table: pd.DataFrame, user: pd.Series[Any], users: NDArray[Any], targets: NDArray[Any], path: Path
+) -> tuple[pd.Series[Any], dict[str | None, int]]:
+    """What tells rows apart where users have several targets: user and target; and the place of each."""
+    if "target" not in table:
+        raise UserError(
+            f"{path} has no column 'target', and the split gives a user several targets; give a row for each, as in a "
+            "run's per_user.parquet"
+        )
+    pairs = zip(users, targets, strict=True)
+    place: dict[str | None, int] = {f"{canonical_text(u)} {canonical_text(t)}": n for n, (u, t) in enumerate(pairs)}
+    if len(place) < len(users):
+        raise UserError(
+            f"{path} cannot be read: this split asks a user for one item more than once, and no file says for which of "
+            "them a rank is; compare under split_targets 'all' or 'first'"
+        )
+    return user + " " + _texts(table["target"], path), place
 
 
 def _read(path: Path) -> pd.DataFrame:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from recbft.config.fields import by_setting, to_dict
 from recbft.errors import UserError
-from recbft.evaluation.metrics import SETTINGS, config_hash, metrics_from_ranks
+from recbft.evaluation.metrics import SETTINGS, config_hash, metrics_from_ranks, owner_of
 from recbft.runs.checkpoint import best_digest
 from recbft.runs.folder import RunFolder
 from recbft.training.run_config import load_run_config
@@ -60,16 +60,23 @@ class Run:
 
     @property
     def of_users(self) -> dict[str, NDArray[Any]]:
-        """(U,) each: raw id of the test target, its training events, and the training events of the user."""
+        """(N,) each: raw id of the test target, its training events, and the training events of the user."""
+        length = self.per_user.get("training_length")
+        if length is None:  # of leave-one-out: the test is ranked from training and the validation event
+            length = self.per_user["history_length"] - 1
         return {
             "target": self.per_user["target"].to_numpy(),
             "target_frequency": self.per_user["target_count"].to_numpy(np.int64),
-            # The test is ranked from training and the validation event.
-            "training_length": self.per_user["history_length"].to_numpy(np.int64) - 1,
+            "training_length": length.to_numpy(np.int64),
         }
 
+    @property
+    def owner(self) -> NDArray[np.int64] | None:
+        """Each target's user, (N,), as ``over_users`` takes it."""
+        return owner_of(self.per_user["user"].to_numpy())
+
     def ranks(self, setting: str) -> NDArray[np.int64]:
-        """Of the test targets, (U,)."""
+        """Of the test targets, (N,)."""
         return self.per_user[f"rank_{setting}"].to_numpy(np.int64)
 
 
@@ -85,7 +92,8 @@ def read_run(path: str | Path) -> Run:
     for setting in SETTINGS:
         figures = metrics["test"][setting]
         cutoffs = [int(k) for name in figures if (k := name.partition("@")[2]).isdecimal()]
-        for name, found in metrics_from_ranks(made.ranks(setting), cutoffs).items():
+        of_lists = any(name.startswith("recall@") for name in figures)
+        for name, found in metrics_from_ranks(made.ranks(setting), cutoffs, made.owner, of_lists=of_lists).items():
             if abs(found - figures[name]) > 1e-9:
                 raise UserError(
                     f"{run.per_user_file} gives {name.upper()} {found:.6f} ({setting}) and {run.metrics_file.name} "

@@ -55,7 +55,7 @@ def results_of(comparison: Comparison, *, metrics: Sequence[str] = METRICS) -> d
     """Every figure of a comparison, ready for JSON.
 
     Args:
-        metrics: names that ``values_from_ranks`` knows; with the arms and settings they are the family of tests.
+        metrics: names that ``one_from_ranks`` knows; with the arms and settings they are the family of tests.
     """
     comparisons, others = {}, list(comparison.arms)
     for baseline in _baselines(comparison):
@@ -63,7 +63,7 @@ def results_of(comparison: Comparison, *, metrics: Sequence[str] = METRICS) -> d
         if others:
             comparisons[baseline] = _against(comparison, baseline, others, metrics)
     notes = [*comparison.notes, *notes_on_machines(comparison), *_decay_alone(comparison)]
-    notes += [*_constant(comparison, metrics), *_few(len(comparison.seeds), len(comparison.users))]
+    notes += [*_constant(comparison, metrics), *_few(len(comparison.seeds), comparison.num_users)]
     return {
         "baseline": comparison.baseline,
         "seeds": list(comparison.seeds),
@@ -211,7 +211,7 @@ def _level(values: Sequence[float], has_spread: bool) -> dict[str, Any]:
 
 
 def _against(comparison: Comparison, baseline: str, others: Sequence[str], metrics: Sequence[str]) -> Cells:
-    samples = user_samples(len(comparison.users))
+    samples = user_samples(comparison.num_users)
     found: Cells = {}
     for name in others:
         found[name] = {}
@@ -220,7 +220,7 @@ def _against(comparison: Comparison, baseline: str, others: Sequence[str], metri
             for metric in metrics:
                 pair = [comparison.values(arm, setting, metric) for arm in (baseline, name)]
                 cell: dict[str, Any] = {"over_seeds": asdict(compare_seeds(*pair))}
-                if len(comparison.users) > 1:
+                if comparison.num_users > 1:
                     pair = [comparison.per_user(arm, setting, metric) for arm in (baseline, name)]
                     cell["over_users"] = asdict(compare_users(*pair, samples=samples))
                 held = [comparison.arms[arm].validation.get(setting, {}).get(metric) for arm in (baseline, name)]

@@ -1,4 +1,4 @@
-"""Which data a run uses and how it is prepared."""
+"""Which data a run uses, how it is prepared, and how it is split."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from recbft.datasets.features import kinds_in
 from recbft.datasets.formats import ending, is_there, whole_path
 from recbft.datasets.loading import AUTO, DATA_ROOT_VARIABLE, SYNTHETIC, default_dataset, is_known, place_of
 from recbft.datasets.prepare import Preparation
+from recbft.datasets.split import SETTINGS, Point, Splitting
 from recbft.errors import MissingColumnError, UserError
 
 READ_BY = ("user", "item", "time", "session", "separator", "columns")  # how a file is read
@@ -21,7 +22,7 @@ READ_BY = ("user", "item", "time", "session", "separator", "columns")  # how a f
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """A data set by name or file, the columns to read, and the steps of ``Preparation``.
+    """A data set by name or file, the columns to read, the steps of ``Preparation``, and its ``Splitting``.
 
     Columns left out are those of the data set's card, or ``user_id`` and ``item_id`` in a file. Row order is time order
     within a user unless ``time`` or the card names a column.
@@ -46,6 +47,12 @@ class DataConfig:
     # Files of item features: a table, and .npy files with a vector for each of its rows; "auto": RecBole's .item file.
     items: tuple[str, ...] | None = None
     item_kinds: tuple[str, ...] | None = None  # COLUMN=KIND, where a column's kind is not to be guessed
+    split: Literal["leave_one_out", "global_time"] | None = None  # None: leave_one_out
+    split_at: Point | None = None  # where training ends: a share of the events such as 0.8, a date, or a time
+    test_at: Point | None = None  # where the test begins; None: half of what is left after split_at
+    split_targets: Literal["all", "first", "successive"] | None = None  # of a user in a part; None: all
+    hold_out_items: float | None = None  # share of the items without any training event
+    hold_out_seed: int | None = None  # what they are drawn by; None: 0
 
     def __post_init__(self) -> None:
         if self.dataset is not None and not self.dataset:
@@ -55,6 +62,7 @@ class DataConfig:
                 raise UserError("item_kinds has no effect without items; leave it out, or name a file of item features")
             kinds_in(self.item_kinds)
         self.preparation()  # checks the values it holds
+        self.splitting()
 
     @classmethod
     def behind(cls, dataset: Dataset, **more: Any) -> DataConfig:
@@ -66,6 +74,7 @@ class DataConfig:
         """
         filters = dataset.preparation.get("filters", {}) if dataset.columns else {}
         values: dict[str, Any] = {**more, "dataset": dataset.name, **dataset.place, **dataset.columns, **filters}
+        values |= dataset.splitting.chosen()
         if dataset.features is not None and dataset.features.files:
             named = tuple(f"{column}={kind}" for column, kind in dataset.features.named.items())
             values |= {"items": dataset.features.files, "item_kinds": named or None}
@@ -93,13 +102,31 @@ class DataConfig:
         how = {name: getattr(self, name) for name in ("data_root", "items", *READ_BY)}
         kinds = None if self.item_kinds is None else kinds_in(self.item_kinds)
         try:
-            return Dataset.load(str(self.resolved().dataset), **how, item_kinds=kinds, preparation=self.preparation())
+            made = Dataset.load(str(self.resolved().dataset), **how, item_kinds=kinds, preparation=self.preparation())
         except MissingColumnError as error:
             if error.column not in ("user_id", "item_id"):  # which nobody has named
                 raise
             role = error.column.removesuffix("_id")
             said = f"{role}='NAME' in Python, --{role} NAME or --set {role}=NAME in a shell"
             raise UserError(f"{error}; name the column as {role}: {said}") from None
+        return self.split_as_asked(made)
+
+    def split_as_asked(self, dataset: Dataset) -> Dataset:
+        """A data set with the split asked for here, or its own where none is; UserError where they differ."""
+        asked, own = self.splitting(), dataset.splitting
+        if asked.is_plain or own == asked:
+            return dataset
+        if own.is_plain:
+            return dataset.with_split(**asked.chosen())
+        raise UserError(
+            f"data set {dataset.name!r} has the split {own.chosen()}, and the settings ask for {asked.chosen()}; give "
+            "the data without a split of their own, or both the same"
+        )
+
+    def split_as(self, dataset: Dataset) -> DataConfig:
+        """These settings with the split of a data set."""
+        own: dict[str, Any] = dict.fromkeys(SETTINGS)
+        return replace(self, **(own | dataset.splitting.chosen()))
 
     def load_again(self, dataset: str | None = None, data_root: str | None = None, **how: Any) -> Dataset:
         """The data of a run that was begun earlier, from where they lie now.
@@ -174,3 +201,7 @@ class DataConfig:
     def preparation(self) -> Preparation:
         """What is done to the events before they become histories."""
         return Preparation(**{each.name: getattr(self, each.name) for each in fields(Preparation)})
+
+    def splitting(self) -> Splitting:
+        """How the data set is split."""
+        return Splitting.of(vars(self))

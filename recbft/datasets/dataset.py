@@ -6,15 +6,8 @@
 Two ids are equal when their canonical texts (``str(id)``) are: the integer 7 equals the text ``7`` and not ``007``. So
 a CSV and a Parquet file of the same events give the same hashes, and a data set answers to ids of either type.
 
-It is split by leaving one out, by offset arithmetic: a user's last event tests, the one before validates, the rest
-train.
-
-    history of user u     e_1 ... e_{n-2}   e_{n-1}       e_n
-                          training          validation    test          n = offsets[u+1] - offsets[u] >= 3
-
-A user of two events, where such are kept (``Preparation.min_history``), trains on both; these users come last.
-Validation ranks from the training events, test from training and validation events. Nothing is copied and no prefix is
-written out: a view is two bounds and a target per user.
+How it is split into training, validation and test is a part of it, see ``recbft.datasets.split``: whoever asks for
+training events, their counts or targets asks ``Dataset.split``.
 
 Shapes: U users, T of them tested, V items, E events.
 """
@@ -28,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -53,6 +46,7 @@ from recbft.datasets.loading import (
 )
 from recbft.datasets.prepare import MIN_HISTORY, Preparation, prepare
 from recbft.datasets.row_order import time_columns, warn_if_rows_are_unordered
+from recbft.datasets.split import Split, Splitting, make_split
 from recbft.datasets.synth import SyntheticConfig, synthetic_events
 from recbft.datasets.vocabulary import Vocabulary, shown_id
 from recbft.errors import UserError
@@ -84,6 +78,7 @@ class Dataset:
     features: ItemFeatures | None = None  # of all V items, in the order of their indices
     # what ``load`` would find it by from any folder, as keys of a configuration; empty where it was not loaded
     place: dict[str, Any] = field(default_factory=dict)
+    splitting: Splitting = Splitting()  # noqa: RUF009  a frozen value
 
     def __post_init__(self) -> None:
         assert self.offsets[0] == 0 and self.offsets[-1] == len(self.items), "offsets span the events"
@@ -262,8 +257,8 @@ class Dataset:
 
     @cached_property
     def num_tested(self) -> int:
-        """T, the users with an event to test and one to validate on; they are the first of all."""
-        return int((self.lengths >= MIN_HISTORY).sum())
+        """T, the users with a target to test; of leave-one-out they are the first of all."""
+        return int(self.split.test.first_rows.size)
 
     @property
     def num_items(self) -> int:
@@ -280,13 +275,28 @@ class Dataset:
         """Events per user, (U,)."""
         return np.diff(self.offsets)
 
+    def with_split(self, **settings: Any) -> Dataset:
+        """The same data, split as ``Splitting`` has it with these settings.
+
+        Raises:
+            UserError: a setting is wrong; ``split`` has the errors that depend on the data.
+
+        >>> frame = pd.DataFrame({"user_id": [1, 1, 1, 2, 2, 2], "item_id": list("abcabc"), "t": [1, 2, 5, 1, 3, 4]})
+        >>> dataset = Dataset.from_frame(frame, time="t").with_split(split="global_time", split_at=3, test_at=4)
+        >>> dataset.split.test.user.tolist(), dataset.split.test.target.tolist()
+        ([0, 1], [3, 3])
+        """
+        return replace(self, splitting=Splitting(**settings))
+
+    @cached_property
+    def split(self) -> Split:
+        """Training, validation and test, as ``splitting`` says."""
+        return make_split(self, self.splitting)
+
     @cached_property
     def training_counts(self) -> NDArray[np.int64]:
-        """Events per item over the training events (all but the last two of each user who is tested), (V+1,)."""
-        stop = self.offsets[1 : self.num_tested + 1]
-        held_out = np.concatenate([stop - 1, stop - 2])
-        everywhere = np.bincount(self.items, minlength=self.num_items + 1)
-        return everywhere - np.bincount(self.items[held_out], minlength=self.num_items + 1)
+        """Events per item over the training events of the split, (V+1,)."""
+        return self.split.training_counts(self.num_items)
 
     @cached_property
     def content_hash(self) -> str:
@@ -303,10 +313,10 @@ class Dataset:
 
     @cached_property
     def target_hash(self) -> str:
-        """SHA-256 of each tested user's raw id and raw test target, in order: equal hashes mean the same test."""
-        T = self.num_tested
-        targets = self.item_ids[self.items[self.offsets[1 : T + 1] - 1] - 1]
-        return sha256_of("recbft targets 1", *text_parts(self.user_ids[:T]), *text_parts(targets))
+        """SHA-256 of the raw ids of each test target and its user, in order: equal hashes mean the same test."""
+        test = self.split.test
+        targets = self.item_ids[test.target - 1]
+        return sha256_of("recbft targets 1", *text_parts(self.user_ids[test.user]), *text_parts(targets))
 
     @property
     def hashes(self) -> dict[str, str]:
@@ -376,44 +386,3 @@ def _warn_of_lost_ids(ids: NDArray[Any], counts: NDArray[np.int64], source: str)
             most = found[counts[found].argmax()]
             more = f"; {len(found) - 1:,} more like it" if len(found) > 1 else ""
             warnings.warn(f"{source} id {ids[most]!r} ({counts[most]:,} events{more}) {warning}", stacklevel=4)
-
-
-class View(NamedTuple):
-    """One prediction task per tested user: from ``items[start:stop]`` predict ``target``."""
-
-    start: NDArray[np.int64]  # (T,)
-    stop: NDArray[np.int64]  # (T,) stop > start
-    target: NDArray[np.int64]  # (T,) item index
-
-    def rows(self, which: NDArray[np.int64] | slice) -> View:
-        """The tasks of some users, by row."""
-        return View(self.start[which], self.stop[which], self.target[which])
-
-
-class Split(NamedTuple):
-    """Training bounds and the two prediction tasks, users in the data set's order."""
-
-    training_start: NDArray[np.int64]  # (U,)
-    training_stop: NDArray[np.int64]  # (U,)
-    validation: View
-    test: View
-
-
-def leave_one_out(dataset: Dataset) -> Split:
-    """Split every history of a data set.
-
-    >>> import pandas as pd
-    >>> dataset = Dataset.from_frame(pd.DataFrame({"user_id": [1, 1, 1, 1], "item_id": list("abcd")}))
-    >>> split = leave_one_out(dataset)
-    >>> split.training_stop.tolist(), split.validation.target.tolist(), split.test.target.tolist()
-    ([2], [3], [4])
-    """
-    T = dataset.num_tested
-    held_out = np.where(np.arange(dataset.num_users) < T, 2, 0)
-    start, stop = dataset.offsets[:T], dataset.offsets[1 : T + 1]
-    return Split(
-        training_start=dataset.offsets[:-1],
-        training_stop=dataset.offsets[1:] - held_out,
-        validation=View(start=start, stop=stop - 2, target=dataset.items[stop - 2]),
-        test=View(start=start, stop=stop - 1, target=dataset.items[stop - 1]),
-    )

@@ -56,7 +56,7 @@ def planted_reliability(
         items, users = map(pd.read_parquet, truth_files(place))
     return PlantedReliability(
         items=_reliability(items, "item_id", dataset.item_ids),
-        users=_reliability(users, "user_id", dataset.user_ids[: dataset.num_tested]),
+        users=_reliability(users, "user_id", dataset.user_ids),
     )
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.events import shown_time, unit_of_our_time
 from recbft.datasets.row_order import item_order
+from recbft.datasets.split import counts_lines
 
 WORTH_SAYING = 0.01  # of neighbours
 LENGTH_QUANTILES = {"min": 0.0, "25%": 0.25, "50%": 0.5, "75%": 0.75, "90%": 0.9, "max": 1.0}
@@ -31,7 +32,7 @@ class DatasetStatistics:
     first_time: str | None  # a date where it looks like one; None where the data has no times
     last_time: str | None
     tied_neighbours: float | None  # of two rows in a row of one user: share with equal times
-    tied_last_two: float | None  # share of users whose last two events tie: their targets hang on the row order
+    tied_last_two: float | None  # share of test targets that tie with the event before: they hang on the row order
     unseen_targets: float  # share of test targets without a training event
     repeated_events: float  # share of events whose user had the item before
     content_hash: str
@@ -44,7 +45,7 @@ class DatasetStatistics:
 
 def describe(dataset: Dataset) -> DatasetStatistics:
     """Compute the statistics of a data set."""
-    last = dataset.offsets[1 : dataset.num_tested + 1] - 1
+    test = dataset.split.test
     quantiles = np.quantile(dataset.lengths, list(LENGTH_QUANTILES.values()))
     tied_neighbours, tied_last_two, first_time, last_time = None, None, None, None
     tied = tied_with_before(dataset)
@@ -52,7 +53,7 @@ def describe(dataset: Dataset) -> DatasetStatistics:
         unit = dataset.preparation.get("time_unit") or unit_of_our_time(int(dataset.times.max()))
         first_time, last_time = (shown_time(int(one), unit) for one in (dataset.times.min(), dataset.times.max()))
         tied_neighbours = float(tied.sum() / (dataset.num_events - dataset.num_users))
-        tied_last_two = float(tied[last].mean())
+        tied_last_two = float(tied[test.event].mean())
     users = np.repeat(np.arange(dataset.num_users), dataset.lengths)
     num_pairs = len(distinct(users * (dataset.num_items + 1) + dataset.items))
     return DatasetStatistics(
@@ -68,7 +69,7 @@ def describe(dataset: Dataset) -> DatasetStatistics:
         last_time=last_time,
         tied_neighbours=tied_neighbours,
         tied_last_two=tied_last_two,
-        unseen_targets=float((dataset.training_counts[dataset.items[last]] == 0).mean()),
+        unseen_targets=float((dataset.training_counts[test.target] == 0).mean()),
         repeated_events=1 - num_pairs / dataset.num_events,
         content_hash=dataset.content_hash,
         target_hash=dataset.target_hash,
@@ -84,7 +85,8 @@ def remarks(dataset: Dataset) -> list[str]:
             more = "; min_history=2 trains on those of 2" if record["filters"].get("min_history", 3) > 2 else ""
             users = f"{number:,} of {record['before']['users']:,} users"
             lines.append(f"left out: {users}, who have {name.removeprefix('users_').replace('_', ' ')}{more}")
-    if dataset.num_tested < dataset.num_users:
+    lines += split_remarks(dataset)
+    if dataset.splitting.is_plain and dataset.num_tested < dataset.num_users:
         lines.append(f"trained on and not tested: {dataset.num_users - dataset.num_tested:,} users of 2 events")
     tied = tied_with_before(dataset)
     if tied is not None and (share := tied.sum() / (dataset.num_events - dataset.num_users)) >= WORTH_SAYING:
@@ -96,6 +98,17 @@ def remarks(dataset: Dataset) -> list[str]:
         last = f"{describe(dataset).tied_last_two:.1%} of the test items"
         who = f"{share:.1%} of a user's neighbouring events, {last}"
         lines.append(f"equal times: {who}; these stay in the order of the rows, {order}")
+    return lines
+
+
+def split_remarks(dataset: Dataset) -> list[str]:
+    """What the parts of a split other than plain leave-one-out hold, how much of it is new, and what is left out."""
+    split = dataset.split
+    if split.counts is None:
+        return []
+    lines, test = [f"split: {split.text}", *counts_lines(split.counts)], split.counts["test"]
+    if dataset.splitting.split_targets != "successive" and test["targets_left_out"] > test["targets"]:
+        lines.append("most test targets are left out; split_targets=successive ranks all but a user's first event")
     return lines
 
 

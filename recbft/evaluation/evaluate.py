@@ -1,4 +1,4 @@
-"""Rank every user's held-out item with a model: the one pass behind every number.
+"""Rank every user's held-out items with a model: the one pass behind every number.
 
 Both settings (all items, seen items masked) come from the same pass; ``filter_seen`` says which one is the headline.
 Asked for, the lists of the best items are made beside the ranks: how much of the catalogue do they show, how evenly,
@@ -15,7 +15,7 @@ themselves is what (d) can be held against: the mean training count of the targe
 
 Source: Shani and Gunawardana, Evaluating Recommendation Systems (2011), section 3.3 for (b) and (c); RecBole has them
 as ItemCoverage, GiniIndex and AveragePopularity.
-Shapes: N users, V items, k items per list.
+Shapes: N targets, as many as users unless the split gives them several; V items, k items per list.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ import torch
 from numpy.typing import NDArray
 
 from recbft.datasets.batches import HISTORIES_PER_BATCH
-from recbft.datasets.dataset import Dataset, View
+from recbft.datasets.dataset import Dataset
+from recbft.datasets.split import View
 from recbft.evaluation.metrics import KS, SETTINGS, headline_setting, metrics_from_ranks
 from recbft.evaluation.ranks import Ranks, full_ranks
 from recbft.evaluation.top_k import top_k
-from recbft.evaluation.views import Part, evaluation_mode, events_of, some_users, states_of_view, view_of
+from recbft.evaluation.views import Part, evaluation_mode, events_of, seen_of, some_users, states_of_view, view_of
 from recbft.models.contract import SequenceModel
 
 IntArray = NDArray[np.int64]
@@ -58,11 +59,12 @@ class Evaluation:
     Args:
         part: "validation" or "test".
         filter_seen: whether seen items are masked in the headline.
-        per_user: one row per user in the data set's order: user (raw id), history_length (events ranked from, before
-            the cut to the model's length), target (raw id), target_count (its training events in this data set),
-            rank_unfiltered, rank_filtered.
+        per_user: one row per target, users in the data set's order: user (raw id), history_length (events ranked from,
+            before the cut to the model's length), target (raw id), target_count (its training events in this data
+            set), rank_unfiltered, rank_filtered; of a split other than plain leave-one-out also training_length (the
+            user's training events).
         metrics: "unfiltered" and "filtered", each metric by name.
-        precision: the posterior precision behind each user's scores, (N,); None where the model keeps none.
+        precision: the posterior precision behind each row's scores, (N,); None where the model keeps none.
         exposure: "unfiltered" and "filtered", (b) to (d) by name; None where no lists were asked for.
     """
 
@@ -81,7 +83,7 @@ class Evaluation:
     def __repr__(self) -> str:
         among = "all items but those seen" if self.filter_seen else "all items"
         values = ", ".join(f"{name} {value:.4f}" for name, value in self.headline.items())
-        return f"<Evaluation, {self.part} targets of {len(self.per_user):,} users among {among}: {values}>"
+        return f"<Evaluation, {self.part} targets of {self.per_user['user'].nunique():,} users among {among}: {values}>"
 
 
 def evaluate(
@@ -108,32 +110,36 @@ def evaluate(
         RunError: a score is NaN.
     """
     view = view_of(dataset, part)
-    num_users = len(view.target)
-    listed = listed_users(num_users, dataset.num_items) if lists else np.empty(0, np.int64)
+    num_rows, first, owner = len(view.target), view.first_rows, view.owner
+    listed = first[listed_users(first.size, dataset.num_items)] if lists else np.empty(0, np.int64)
 
     def rank(users: slice) -> _Found:
         return _rank(model, dataset, view, users, ks=ks if lists else (), listed=listed, memory_mb=memory_mb)
 
-    parts = [rank(slice(0, num_users))] if sharing is None else sharing.each_does(num_users, rank)
+    parts = [rank(slice(0, num_rows))] if sharing is None else sharing.each_does(num_rows, rank)
     ranks = _joined([part.ranks for part in parts])
     precisions = [part.precision for part in parts if part.precision is not None]
     counts = np.sum([part.shown for part in parts], axis=0)
+    how = dataset.splitting
+    of_lists = how.split == "global_time" and how.split_targets == "all"  # all of a user's in one list
+    more = {} if dataset.splitting.is_plain else {"training_length": dataset.split.training_length[view.user]}
     return Evaluation(
         part=part,
         filter_seen=filter_seen,
         per_user=pd.DataFrame(
             {
-                "user": dataset.user_ids[:num_users],
+                "user": dataset.user_ids[view.user],
                 "history_length": view.stop - view.start,
                 "target": dataset.decode(view.target),
                 "target_count": dataset.training_counts[view.target],
                 "rank_unfiltered": ranks.unfiltered,
                 "rank_filtered": ranks.filtered,
+                **more,
             }
         ),
         metrics={
-            "unfiltered": metrics_from_ranks(ranks.unfiltered, ks),
-            "filtered": metrics_from_ranks(ranks.filtered, ks),
+            "unfiltered": metrics_from_ranks(ranks.unfiltered, ks, owner, of_lists=of_lists),
+            "filtered": metrics_from_ranks(ranks.filtered, ks, owner, of_lists=of_lists),
         },
         precision=np.concatenate(precisions) if precisions else None,
         exposure={
@@ -185,7 +191,7 @@ def exposure(counts: IntArray, training_counts: IntArray, ks: Sequence[int]) -> 
 
 
 class _Found(NamedTuple):
-    """What is known of n users of a view."""
+    """What is known of n rows of a view."""
 
     ranks: Ranks
     precision: NDArray[np.floating] | None  # (n,)
@@ -212,13 +218,12 @@ def _rank(
             chunk = slice(first, min(first + at_once, users.stop))
             part = view.rows(chunk)
             states, precision = states_of_view(model, dataset, part, table.weight.device)
-            seen = events_of(dataset.items, part.start, part.stop)
-            ids = dataset.user_ids[chunk]
+            seen, ids = seen_of(part), dataset.user_ids[part.user]
             ranks.append(full_ranks(states, table, part.target, *seen, memory_mb=memory_mb, user_ids=ids))
             if precision is not None:
                 precisions.append(precision)
             who = listed[slice(*np.searchsorted(listed, [chunk.start, chunk.stop]))] - chunk.start
-            own = events_of(dataset.items, part.start[who], part.stop[who])
+            own = events_of(view.items, part.start[who], part.stop[who])
             for one, (barred, by_user) in zip(counts, ((None, None), own), strict=True) if who.size else ():
                 best = top_k(
                     states[torch.from_numpy(who).to(states.device)], table, min(max(ks), dataset.num_items),

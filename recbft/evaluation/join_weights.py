@@ -57,7 +57,7 @@ def fit_join(model: Join, dataset: Dataset, *, memory_mb: float = 256.0) -> Join
         UserError: every validation target is an item that its user has seen.
     """
     view = view_of(dataset, "validation")
-    new = rows_of_new_targets(dataset, view)
+    new = rows_of_new_targets(view)
     if not new.size:
         raise UserError(
             f"every validation target of data set {dataset.name!r} is an item that its user has seen before, and a "
@@ -69,7 +69,7 @@ def fit_join(model: Join, dataset: Dataset, *, memory_mb: float = 256.0) -> Join
         for part in model.parts:
             table = part.item_table()
             parts.append((states_of_view(part, dataset, view, table.weight.device)[0], table))
-        seen = events_of(dataset.items, view.start, view.stop)
+        seen = events_of(view.items, view.start, view.stop)
         return fit_weights(
             parts[0], parts[1], model.bins.cpu().numpy(), len(model.weights), view.target, seen, memory_mb=memory_mb
         )

@@ -76,7 +76,7 @@ def mechanism(
         quantiles: bins of item frequency.
         memory_mb: bound on the attention weights that are written out at a time.
     """
-    view = view_of(dataset, part, users)
+    view = view_of(dataset, part, users, next_events=True)
     layers: list[_LayerSums] = []
     tokens = np.zeros(dataset.num_items + 2, np.int64)
     posterior: list[Tensor] = []
@@ -91,7 +91,7 @@ def mechanism(
                 layer.add(found, batch)
             posterior += [] if states.precision is None else [states.precision.cpu()]
         counts = np.asarray(dataset.training_counts)[1:]
-        bins = item_frequency(counts, counts, quantiles=quantiles)
+        bins = item_frequency(counts, counts, quantiles=quantiles, new_apart=False)
         reliability = None if planted is None else planted.items
         return {
             "part": part,
@@ -106,7 +106,7 @@ def mechanism(
                 for number, layer in enumerate(layers, start=1)
             ],
             "initial_precision": _initial(model, counts, bins, reliability),
-            "user_reliability": _by_user(posterior, planted, users),
+            "user_reliability": _by_user(posterior, planted, view.user),
         }
 
 
@@ -304,12 +304,10 @@ def _initial(
     }
 
 
-def _by_user(
-    posterior: list[Tensor], planted: PlantedReliability | None, users: IntArray | None
-) -> dict[str, Any] | None:
+def _by_user(posterior: list[Tensor], planted: PlantedReliability | None, users: IntArray) -> dict[str, Any] | None:
     if not posterior or planted is None:
         return None
-    reliability = planted.users if users is None else planted.users[users]
+    reliability = planted.users[users]
     precision = torch.cat(posterior).double().numpy()
     found = spearman(reliability, precision)
     return {

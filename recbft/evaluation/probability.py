@@ -36,7 +36,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recbft.datasets.dataset import Dataset, View
+from recbft.datasets.dataset import Dataset
+from recbft.datasets.split import View
 from recbft.evaluation.score_blocks import Excluded, align, score_block, spans, user_blocks
 from recbft.evaluation.views import evaluation_mode, events_of, some_users, states_of_view, view_of
 from recbft.kernels.cross_entropy.torch import exponentials
@@ -104,27 +105,34 @@ def calibrations(
         "unfiltered" over all items, "filtered" over those that the user has not seen, fitted where the target is among
         them; None if it never is. Ready for JSON.
     """
-    view = view_of(dataset, "validation", fitting_users(dataset, np.arange(dataset.num_tested)))
+    view = fitting_view(dataset)
     with torch.inference_mode(), evaluation_mode(model):
         table = model.item_table()
         states, _ = states_of_view(model, dataset, view, table.weight.device)
         every = fit(states, table, view.target, memory_mb=memory_mb)
-        new = rows_of_new_targets(dataset, view)
+        new = rows_of_new_targets(view)
         if not new.size:
             return {"unfiltered": every._asdict(), "filtered": None}
-        seen = events_of(dataset.items, view.start[new], view.stop[new])
+        seen = events_of(view.items, view.start[new], view.stop[new])
         unseen = fit(states[new], table, view.target[new], seen=seen, memory_mb=memory_mb)
     return {"unfiltered": every._asdict(), "filtered": unseen._asdict()}
 
 
-def fitting_users(dataset: Dataset, users: IntArray) -> IntArray:
-    """Of these users those that (6.8) is fitted on: all, or of a large catalogue as many as are worth their time."""
-    return users[some_users(len(users), dataset.num_items, scores=FITTED_SCORES, at_least=FITTED_USERS)]
+def fitting_view(dataset: Dataset, users: IntArray | None = None) -> View:
+    """What (6.8) is fitted on: the next events of all users of validation, or of a large catalogue of some.
+
+    Args:
+        users: the users to choose from, by their row in the data set; all unless given.
+    """
+    view = view_of(dataset, "validation", next_events=True)
+    if users is not None and np.isin(view.user, users).any():
+        view = view.rows(np.flatnonzero(np.isin(view.user, users)))
+    return view.rows(some_users(len(view.target), dataset.num_items, scores=FITTED_SCORES, at_least=FITTED_USERS))
 
 
-def rows_of_new_targets(dataset: Dataset, view: View) -> IntArray:
+def rows_of_new_targets(view: View) -> IntArray:
     """The users of a view, by row, whose target is not in their history."""
-    items, offsets = events_of(dataset.items, view.start, view.stop)
+    items, offsets = events_of(view.items, view.start, view.stop)
     user = np.repeat(np.arange(len(view.target)), np.diff(offsets))
     return np.setdiff1d(user, user[items == view.target[user]])
 

@@ -3,14 +3,16 @@
 Users are put together by how often their target occurs in training, how active they are, how long ago it was.
 
     edges of K quantiles: the least values with shares of 1/K ... (K-1)/K of a population at or below   (a)
-    stratum of a value = number of edges below it                                                        (b)
+    stratum of a value = number of edges below it; "new" of a count of 0, before all others              (b)
 
-Item frequency takes its edges from the training counts of the distinct items, so that each stratum holds equal numbers
-of items as far as ties allow (Q0 rarest); user activity takes them from the users' own training lengths (Q0 shortest),
-recency from the users' own gaps between the target and the event before it (Q0 most recent). Equal values are never
-split, so strata can be unequal, and one between two equal edges is empty: it is left out.
+Item frequency takes its edges from the training counts of the distinct items that have training events, so that each
+stratum holds equal numbers of items as far as ties allow (Q0 rarest); user activity takes them from the users' own
+training lengths (Q0 shortest), recency from the users' own gaps between the target and the event before it (Q0 most
+recent). Equal values are never split, so strata can be unequal, and one between two equal edges is empty: it is left
+out.
 
-    level of arm a in stratum g      mean over the users of g, then over seeds                              (c)
+    level of arm a in stratum g      mean over the users of g, then over seeds; of several targets of a
+                                     user in g, the user's mean first                                       (c)
     interval of a level              t interval over seeds; with one seed, bootstrap over the users of g     (d)
                                      none where one set of ranks stands for all seeds
     difference from the baseline     paired over seeds; with one seed, paired over the users of g            (e)
@@ -20,7 +22,7 @@ A stratum is too small to say anything where it has fewer than ``MIN_USERS`` use
 fewer than ``MIN_HITS`` targets among the first k (mean over seeds; k = 10 for a metric without one): one user more or
 less would then move the metric by a fifth.
 
-Shapes: S seeds, N users, V items, K quantiles.
+Shapes: S seeds, N targets, as many as users unless the split gives them several; V items, K quantiles.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from recbft.errors import UserError
-from recbft.evaluation.metrics import cutoff, hit_rate, one_from_ranks
+from recbft.evaluation.metrics import check_metric, cutoff, hit_rate, one_from_ranks, owner_of
 from recbft.evaluation.paired import (
     SeedComparison,
     UserComparison,
@@ -45,6 +47,7 @@ from recbft.evaluation.paired import (
 )
 
 QUANTILES = 5
+NEW = "new"  # without a training event
 MIN_USERS = 30  # fewer are too few to say anything of others: resamples of them are too much alike
 Number = TypeVar("Number", bound=np.number[Any])
 _DURATIONS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
@@ -63,7 +66,7 @@ class Strata:
         unit: what the bounds count, such as "training events of the target"; empty where names say it all.
         names: one per stratum, such as "Q0".
         bounds: smallest and largest value of each stratum, such as "5-7".
-        member: stratum of each user, (N,), index into ``names``.
+        member: stratum of each target, (N,), index into ``names``.
         empty: names of the strata without users, which are left out.
     """
 
@@ -75,7 +78,7 @@ class Strata:
     empty: tuple[str, ...] = ()
 
     def users(self, stratum: int) -> IntArray:
-        """Row numbers of the users in a stratum."""
+        """Row numbers of the targets in a stratum, and so of their users."""
         return np.flatnonzero(self.member == stratum)
 
 
@@ -86,21 +89,25 @@ class Confound(NamedTuple):
     p: float
 
 
-def item_frequency(target_frequency: ArrayLike, item_counts: ArrayLike, *, quantiles: int = QUANTILES) -> Strata:
+def item_frequency(
+    target_frequency: ArrayLike, item_counts: ArrayLike, *, quantiles: int = QUANTILES, new_apart: bool = True
+) -> Strata:
     """Users by the training count of their target.
 
     Args:
         target_frequency: training events of each user's target, (N,).
         item_counts: training events of the distinct items, (V,), padding left out.
+        new_apart: what has no training event is a stratum of its own; else one of the rarest.
     """
-    unit = "training events of the target"
-    return _quantiles("item frequency", unit, _integers(target_frequency), _integers(item_counts), quantiles)
+    unit, made = "training events of the target", _counts if new_apart else _quantiles
+    return made("item frequency", unit, _integers(target_frequency), _integers(item_counts), quantiles)
 
 
-def user_activity(training_length: ArrayLike, *, quantiles: int = QUANTILES) -> Strata:
-    """Users by the number of their training events, (N,)."""
+def user_activity(training_length: ArrayLike, *, owner: IntArray | None = None, quantiles: int = QUANTILES) -> Strata:
+    """Users by the number of their training events, (N,); ``owner`` as in ``stratify``: each user counts once."""
     lengths = _integers(training_length)
-    return _quantiles("user activity", "training events of the user", lengths, lengths, quantiles)
+    each = lengths if owner is None else lengths[np.flatnonzero(np.diff(owner, prepend=-1))]
+    return _counts("user activity", "training events of the user", lengths, each, quantiles)
 
 
 def first_time_items(target_frequency: ArrayLike) -> Strata:
@@ -172,6 +179,18 @@ def _quantiles(axis: str, unit: str, values: IntArray, population: IntArray, qua
     return _compact(axis, unit, names, [_range(int(low[q]), int(high[q])) for q in range(quantiles)], member)
 
 
+def _counts(axis: str, unit: str, values: IntArray, population: IntArray, quantiles: int) -> Strata:
+    """Quantiles of the counts above 0, and before them the stratum "new" where there is a value of 0."""
+    is_new, counted = values == 0, population[population > 0]
+    if not is_new.any():
+        return _quantiles(axis, unit, values, counted, quantiles)
+    if is_new.all():
+        return Strata(axis=axis, unit=unit, names=(NEW,), bounds=("0",), member=np.zeros(values.size, np.int64))
+    others, member = _quantiles(axis, unit, values[~is_new], counted, quantiles), np.zeros(values.size, np.int64)
+    member[~is_new] = others.member + 1
+    return replace(others, names=(NEW, *others.names), bounds=("0", *others.bounds), member=member)
+
+
 def _compact(axis: str, unit: str, names: Sequence[str], bounds: Sequence[str], member: IntArray) -> Strata:
     """The same partition without its empty strata."""
     used, member = np.unique(member, return_inverse=True)
@@ -237,6 +256,7 @@ def stratify(
     metric: str,
     target: ArrayLike,
     target_frequency: ArrayLike,
+    owner: IntArray | None = None,
 ) -> list[StratumResult]:
     """Arms within each stratum.
 
@@ -246,33 +266,36 @@ def stratify(
         metric: a name such as "ndcg@10" or "mrr".
         target: of each user, (N,); counted, not read.
         target_frequency: training events of each target, (N,).
+        owner: each target's user, as ``over_users`` takes it; None where each has one.
     """
     arrays = {arm: np.atleast_2d(np.asarray(of_arm, dtype=np.int64)) for arm, of_arm in ranks.items()}
     shapes = {of_arm.shape for of_arm in arrays.values()}
     assert len(shapes) == 1 and shapes.pop()[1] == strata.member.size, (
         "arms have seeds in common, and the strata's users"
     )
-    values = {arm: one_from_ranks(of_arm, metric) for arm, of_arm in arrays.items()}
+    check_metric(metric)
     hits = {arm: hit_rate(of_arm, cutoff(metric) or 10) for arm, of_arm in arrays.items()}
     alike = {arm: len(of_arm) > 1 and not (of_arm != of_arm[0]).any() for arm, of_arm in arrays.items()}
     targets, frequency = np.asarray(target), np.asarray(target_frequency)
     rows = []
     for stratum, name in enumerate(strata.names):
         users = strata.users(stratum)
-        inside = {arm: of_arm[:, users] for arm, of_arm in values.items()}
-        others = [arm for arm in values if baseline is not None and arm != baseline]
+        own = None if owner is None else owner_of(owner[users])
+        inside = {arm: one_from_ranks(of_arm[:, users], metric, own) for arm, of_arm in arrays.items()}
+        num_users = next(iter(inside.values())).shape[1]
+        others = [arm for arm in arrays if baseline is not None and arm != baseline]
         differences = {arm: _difference(inside[str(baseline)], inside[arm]) for arm in others}
         rows.append(
             StratumResult(
                 name=name,
                 bounds=strata.bounds[stratum],
-                num_users=users.size,
+                num_users=num_users,
                 num_targets=np.unique(targets[users]).size,
                 mean_target_frequency=float(frequency[users].mean()),
                 levels={arm: _level(of_arm, alike=alike[arm]) for arm, of_arm in inside.items()},
                 differences={arm: found for arm, found in differences.items() if found is not None},
                 holm_p={},
-                too_small=_too_small(users.size, max(float(hit[:, users].sum()) / len(hit) for hit in hits.values())),
+                too_small=_too_small(num_users, max(float(hit[:, users].sum()) / len(hit) for hit in hits.values())),
             )
         )
     return _adjusted(rows)

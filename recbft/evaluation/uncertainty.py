@@ -41,9 +41,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recbft.datasets.dataset import Dataset, View
+from recbft.datasets.dataset import Dataset
+from recbft.datasets.split import View
 from recbft.evaluation.confidence import Ranking, bootstrap, calibration, compare_confidences, interval
-from recbft.evaluation.probability import AS_TRAINED, Predicted, fit, fitting_users, predicted
+from recbft.evaluation.probability import AS_TRAINED, Predicted, fit, fitting_view, predicted
 from recbft.evaluation.ranks import full_ranks
 from recbft.evaluation.strata import MIN_USERS
 from recbft.evaluation.trace import at_cap as saturated
@@ -78,17 +79,16 @@ def uncertainty(
         samples: of the bootstrap over users.
         memory_mb: bound on the scores held at a time; users by items are never held at once.
     """
-    view = view_of(dataset, part, users)
+    view = view_of(dataset, part, users, next_events=True)
     with torch.inference_mode(), evaluation_mode(model):
         table = model.item_table()
         read = _read(model, dataset, view)
         nothing_seen = np.zeros(len(view.target) + 1, np.int64)
         rank = full_ranks(
             read.states, table, view.target, nothing_seen[:0], nothing_seen, memory_mb=memory_mb,
-            user_ids=dataset.user_ids if users is None else dataset.user_ids[users],
+            user_ids=dataset.user_ids[view.user],
         ).unfiltered  # fmt: skip
-        everyone = np.arange(dataset.num_tested) if users is None else users
-        fit_view = view_of(dataset, "validation", fitting_users(dataset, everyone))
+        fit_view = fitting_view(dataset, None if users is None else view.user)
         states, _ = states_of_view(model, dataset, fit_view, table.weight.device)
         fitted = fit(states, table, fit_view.target, memory_mb=memory_mb)
         before, after = predicted(

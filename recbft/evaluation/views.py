@@ -1,6 +1,6 @@
 """What a model knows of the users that a part of a data set asks about: whose target is held out, and from what.
 
-Validation is asked from the training prefix, test from the training prefix and the validation item.
+What that is says the split of the data set. Of several targets of a user the first is the user's next event.
 
 Shapes: N users, D state width.
 """
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from recbft.datasets.batches import HISTORIES_PER_BATCH, Batch
-from recbft.datasets.dataset import Dataset, View, leave_one_out
+from recbft.datasets.dataset import Dataset
+from recbft.datasets.split import View
 from recbft.errors import UserError
 from recbft.models.contract import SequenceModel, read_histories
 from recbft.system.torch_state import set_aside
@@ -27,16 +28,21 @@ Part = Literal["validation", "test"]
 TOKENS_PER_GPU_BATCH = 200_000  # at most
 
 
-def view_of(dataset: Dataset, part: str, users: IntArray | None = None) -> View:
+def view_of(dataset: Dataset, part: str, users: IntArray | None = None, *, next_events: bool = False) -> View:
     """What is ranked from what in a part, for all users or for some rows of them.
+
+    Args:
+        users: row numbers; all unless given.
+        next_events: of several targets of a user the first alone, before rows are counted.
 
     Raises:
         UserError: the part is unknown or there is no user.
     """
     if part not in ("validation", "test"):
         raise UserError(f"unknown part {part!r}; choose validation or test")
-    split = leave_one_out(dataset)
-    view = split.validation if part == "validation" else split.test
+    view = dataset.split.validation if part == "validation" else dataset.split.test
+    if next_events:
+        view = view.next_events()
     if users is not None:
         view = view.rows(users)
     if len(view.target) == 0:
@@ -99,10 +105,10 @@ def batches_of_view(
     """What the model reads of the users of a view, in batches."""
     return read_histories(
         model,
-        dataset.items,
+        view.items,
         view.start,
         view.stop,
-        times=dataset.times,
+        times=view.times,
         source=f"data set {dataset.name!r}",
         histories_per_batch=histories_per_batch,
     )
@@ -111,7 +117,8 @@ def batches_of_view(
 def states_of_view(
     model: SequenceModel, dataset: Dataset, view: View, device: torch.device
 ) -> tuple[torch.Tensor, NDArray[np.floating] | None]:
-    """States, (N, D), and precisions, (N,) or None where there are none, of the users of a view."""
+    """States, (N, D), and precisions, (N,) or None where there are none, of a view's rows, each history read once."""
+    number, view = view.history, view.histories()
     states, precisions = [], []  # on the device, which nobody waits for until all is under way
     at_once = histories_at_once(model, device, view.stop - view.start)
     for batch in batches_of_view(model, dataset, view, at_once):
@@ -119,7 +126,26 @@ def states_of_view(
         states.append(state)
         if precision is not None:
             precisions.append(precision.float())
-    return torch.cat(states), torch.cat(precisions).cpu().numpy() if precisions else None
+    made, known = torch.cat(states), torch.cat(precisions).cpu().numpy() if precisions else None
+    if number is None:
+        return made, known
+    return made[torch.from_numpy(number).to(made.device)], None if known is None else known[number]
+
+
+def seen_of(view: View) -> tuple[IntArray, IntArray]:
+    """What is masked for each row, side by side, and offsets: the history's items but for all targets ranked from it.
+
+    So the targets of a history are ranked in one list.
+    """
+    items, offsets = events_of(view.items, view.start, view.stop)
+    owner = view.history
+    if owner is None:  # of the one target itself ranking takes care
+        return items, offsets
+    width = int(max(items.max(initial=0), view.target.max(initial=0))) + 1
+    row = np.repeat(np.arange(len(view.target)), np.diff(offsets))
+    stays = ~np.isin(owner[row] * width + items, owner * width + view.target)
+    size = np.bincount(row[stays], minlength=len(view.target))
+    return items[stays], np.concatenate([[0], np.cumsum(size)])
 
 
 def events_of(items: IntArray, start: IntArray, stop: IntArray) -> tuple[IntArray, IntArray]:

@@ -57,7 +57,8 @@ def prepare(
             raise UserError(f"model {job.config.model!r} is not trained: its seeds are all alike; choose another")
     check_distinct(arms, [job.config for job in jobs[: len(arms)]])
     _check_comparable(jobs)
-    dataset = jobs[0].config.data.load() if dataset is None else dataset
+    data = jobs[0].config.data
+    dataset = data.load() if dataset is None else data.split_as_asked(dataset)
     settle(out / "runs")
     found = [(job, status(job, dataset)) for job in jobs]
     for arm in arms:

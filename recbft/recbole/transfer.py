@@ -93,6 +93,11 @@ def to_run(model: Adapter, data: Dataset, out: str | Path) -> RunFolder:
         )
     if not isinstance(data, Dataset):
         raise UserError(f"data is a {type(data).__name__}; load it with recbft.Dataset.load or Dataset.from_frame")
+    if not data.splitting.is_plain:
+        raise UserError(
+            f"data set {data.name!r} is split as {data.splitting.chosen()}, and RecBole has trained on what "
+            "leave-one-out trains on; give it without a split of its own"
+        )
     RunFolder.refuse_taken(out, remedy="remove this one first")
     config = replace(model.run, data=DataConfig.behind(data))
     place = {token: number for number, token in enumerate(model.item_tokens)}

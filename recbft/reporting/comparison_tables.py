@@ -19,6 +19,7 @@ from typing import Any
 from recbft.comparing import provenance
 from recbft.comparing.comparison import Comparison
 from recbft.comparing.results import cells_of, is_constant, user_samples
+from recbft.datasets.split import LEAVE_ONE_OUT
 from recbft.evaluation.metrics import SETTINGS, headline_setting, meaning
 from recbft.evaluation.paired import EXACT_SEEDS, SeedComparison, UserComparison, holm, share_of
 from recbft.experiments.lists import counted, seeds_text
@@ -263,9 +264,13 @@ def head(result: Mapping[str, Any], *, markdown: bool) -> str:
     """Command, date, device, versions, data, seeds, protocol and notes."""
     p = result["protocol"]
     lines = ("  \n" if markdown else "\n").join(provenance.lines(result["made"]))
+    if p.get("split", LEAVE_ONE_OUT) == LEAVE_ONE_OUT:
+        asked = "The last event of each user is the test target; it is ranked"
+    else:
+        asked = f"Split: {p['split']}. A user's value is the mean over the user's targets. Each target is ranked"
     said = (
-        f"Seeds {seeds_text(result['seeds'])}. The last event of each user is the test target; it is ranked among all "
-        f"{p['items']:,} items, and ties count against it. Early stopping on {_stopped_by(p)}."
+        f"Seeds {seeds_text(result['seeds'])}. {asked} among all {p['items']:,} items, and ties count against it. "
+        f"Early stopping on {_stopped_by(p)}."
     )
     notes = list(result["notes"])
     if len(result.get("environments", ())) > 1:

@@ -9,8 +9,10 @@ from typing import Any
 from recbft.comparing.comparison import Comparison
 from recbft.comparing.finished_runs import weights_of
 from recbft.evaluation.paired import seed_interval
+from recbft.evaluation.strata import MIN_USERS
 from recbft.experiments.lists import seeds_text
 from recbft.reporting import plots
+from recbft.reporting.new_items_tables import new_items_tables, new_items_words, sweep_curves
 from recbft.reporting.page import Plot, Section
 from recbft.reporting.probe_tables import (
     Parts,
@@ -32,6 +34,10 @@ _PRECISION = (
 _CONFIDENCE = (
     "A model knows when it is right if users whose list holds the target get more confidence than the others. AUROC "
     "measures this: 0.5 is no better than guessing, 1 is perfect."
+)
+_NEW = (
+    "A model may list new items at the cost of known ones, and a constant added to the scores of all new items does so "
+    "without knowing anything. So what new targets gain stands beside what known ones lose, and beside that constant."
 )
 _MISSING = (
     "No run of this comparison has been probed yet. recbft probe RUN makes this section; call it for each folder RUN "
@@ -69,8 +75,8 @@ def _misfit(probe: Mapping[str, Any], comparison: Comparison, run: Path) -> str:
     if protocol["part"] != comparison.protocol["part"]:
         return f"of the {protocol['part']}, not the {comparison.protocol['part']}"
     for users in (mechanism["num_users"], uncertainty["num_users"]):
-        if users != len(comparison.users):
-            return f"of {users:,} of the {len(comparison.users):,} users"
+        if users != comparison.num_users:
+            return f"of {users:,} of the {comparison.num_users:,} users"
     probed, now = protocol.get("weights"), weights_of(run)
     return "of other weights than the run has now" if None not in (probed, now) and probed != now else ""
 
@@ -108,6 +114,33 @@ def uncertainty_section(probes: Parts, *, draw: bool) -> Section:
         words=words,
         plots=_uncertainty_plots(parts) if draw else [],
         tables=uncertainty_tables(parts),
+    )
+
+
+def new_items_section(probes: Parts, *, draw: bool) -> Section | None:
+    """What new items get and cost; None where no probe has targets of new items of enough users to say anything."""
+    parts: dict[str, dict[int, Any]] = {}
+    for arm, each in probes.items():
+        for seed, probe in each.items():
+            found = probe.get("new_items")
+            if found is not None and found["users"]["new"] >= MIN_USERS:
+                parts.setdefault(arm, {})[seed] = found
+    if not parts:
+        return None
+    key = f"HR@{next(iter(next(iter(parts.values())).values()))['k']}"
+    curve = plots.lines(
+        sweep_curves(parts), f"{key} of known targets", f"{key} of new targets", "New items: gain and cost"
+    ) if draw else ""  # fmt: skip
+    caption = "Each curve: a constant added to the scores of all new items. A model is worth more than that where it "
+    drawn = Plot(name="new-items", svg=curve, caption=f"{caption}lies above and to the right of the curve.")
+    cost, among, sweep = new_items_tables(parts)
+    return Section(
+        name="new-items",
+        title="Items without a training event",
+        words=[_NEW, *new_items_words(parts)],
+        plots=[drawn] if draw else [],
+        tables=[cost, among],
+        folded=[sweep],
     )
 
 

@@ -25,7 +25,7 @@ def mechanism_lines(found: Mapping[str, Any]) -> list[str]:
     if not found["tracks_precision"]:
         lines += ["", "This model tracks no precision: there is none to probe, only what attention itself says."]
     parts = {"": {0: found}}
-    return [*lines, *_in_a_terminal(mechanism_tables(parts)), *mechanism_words(parts), ""]
+    return [*lines, *in_a_terminal(mechanism_tables(parts)), *mechanism_words(parts), ""]
 
 
 def uncertainty_lines(found: Mapping[str, Any]) -> list[str]:
@@ -44,7 +44,7 @@ def uncertainty_lines(found: Mapping[str, Any]) -> list[str]:
             f"At the cap of {saturation['cap']:g}: {saturation['coordinates']:.1%} of the coordinates, and every "
             f"coordinate of {saturation['users']:.1%} of the users; {saturation['num_distinct']:,} distinct precisions."
         )
-    tables = _in_a_terminal(uncertainty_tables(parts))
+    tables = in_a_terminal(uncertainty_tables(parts))
     return [*lines, *tables, *verdicts, cap, f"Intervals: {found['intervals']}.", ""]
 
 
@@ -57,7 +57,7 @@ def mechanism_tables(parts: Parts) -> list[Table]:
 def mechanism_words(parts: Parts) -> list[str]:
     """What the initial precision of the items says besides its table."""
     lines = []
-    for arm, seed, one in _probes(parts):
+    for arm, seed, one in each_probe(parts):
         initial, of = one["initial_precision"], f"{arm}, seed {seed}: " if arm else ""
         if initial is None:
             continue
@@ -104,20 +104,21 @@ def mean_of(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _means(found: Sequence[Mapping[str, Any]], *keys: str) -> list[float | None]:
+def means_of(found: Sequence[Mapping[str, Any]], *keys: str) -> list[float | None]:
+    """``mean_of`` of each key."""
     return [mean_of([one[key] for one in found]) for key in keys]
 
 
 def widest_bins(parts: Parts) -> Sequence[Mapping[str, Any]]:
     """The bins of item frequency; all arms have the same, and one whose model reads a mask has one more."""
-    found: Sequence[Mapping[str, Any]] = max((one["bins"] for _, _, one in _probes(parts)), key=len)
+    found: Sequence[Mapping[str, Any]] = max((one["bins"] for _, _, one in each_probe(parts)), key=len)
     return found
 
 
 def _frequency_table(parts: Parts) -> Table | None:
     rows: list[list[Cell]] = []
     bins, alone = widest_bins(parts), not _is_several(parts)
-    for arm, ones in _by_arm(parts):
+    for arm, ones in by_arm(parts):
         if ones[0]["initial_precision"] is not None:
             initial = [one["initial_precision"] for one in ones]
             rows.append([arm, "items", "initial precision", *_by_bin(initial, bins, alone)])
@@ -129,12 +130,12 @@ def _frequency_table(parts: Parts) -> Table | None:
         return None
     counts = ", ".join(f"{row['name']} {row['counts']}" for row in bins if row["name"] != "mask")
     mask = "; mask: the token that stands for the item asked for" if any(row["name"] == "mask" for row in bins) else ""
-    return _table(
+    return probe_table(
         parts,
         name="mechanism",
         title="Inside the layers, by how often an item occurs in training",
-        caption=f"Means over tokens{_over(parts)}. Each bin holds about as many items as the next; training count of "
-        f"their items: {counts}{mask}. rho: Spearman's correlation with that count, over items"
+        caption=f"Means over tokens{over_seeds(parts)}. Each bin holds about as many items as the next; training count "
+        f"of their items: {counts}{mask}. rho: Spearman's correlation with that count, over items"
         f"{'' if alone else '; p < 0.05: seeds in which its p is below 0.05'}. Gain: the share of what attention found "
         "that a position takes up. Effective sample size: how many tokens the attention weights amount to. Jacobian: "
         "how strongly the feed-forward network passes a change on (used: what stands for it in the precision).",
@@ -157,7 +158,7 @@ def _by_bin(found: Sequence[Any], bins: Sequence[Any], alone: bool) -> list[Cell
 def _layer_table(parts: Parts) -> Table | None:
     places = ("incoming", "observation", "outgoing", "last_token")
     rows: list[list[Cell]] = []
-    for arm, ones in _by_arm(parts):
+    for arm, ones in by_arm(parts):
         for number, layer in enumerate(ones[0]["layers"]):
             each = [one["layers"][number] for one in ones]
             if layer["jacobian_mode"] is None and layer["recency_decay"] is None:
@@ -169,15 +170,15 @@ def _layer_table(parts: Parts) -> Table | None:
             rows.append([arm, f"layer {layer['layer']}", *at_cap, *noise, jacobian, decay])
     if not rows:
         return None
-    caps = dict.fromkeys(f"{one['cap']:g}" for _, _, one in _probes(parts) if one["cap"] is not None)
+    caps = dict.fromkeys(f"{one['cap']:g}" for _, _, one in each_probe(parts) if one["cap"] is not None)
     at = f"At cap: share of the coordinates at {' or '.join(caps)}, the largest precision there is. " if caps else ""
-    return _table(
+    return probe_table(
         parts,
         name="layers",
         title="What else each layer does",
         caption=f"{at}Last token: of the outgoing precision at users' last tokens, which score the items. Process "
         f"noise: the variance that a layer adds. Recency decay: the factor by which attention falls per position"
-        f"{_over(parts)}.",
+        f"{over_seeds(parts)}.",
         columns=[Column("layer"), *(Column(f"at cap: {_spelt(place)}", "share", "terminal" if place != "last_token"
                                            else "phone") for place in places),
                  Column("noise, mean", "short", "terminal"), Column("largest", "short", "terminal"),
@@ -189,20 +190,20 @@ def _layer_table(parts: Parts) -> Table | None:
 def _first_position_table(parts: Parts) -> Table | None:
     keys, alone = ("share", "uniform", "gain", "rho", "p", "rho_given_keys", "p_given_keys"), not _is_several(parts)
     rows: list[list[Cell]] = []
-    for arm, ones in _by_arm(parts):
+    for arm, ones in by_arm(parts):
         for number, layer in enumerate(ones[0]["layers"]):
             for head, first in enumerate(layer["first_position"] or ()):
                 found = [one["layers"][number]["first_position"][head] for one in ones]
-                rows.append([arm, str(layer["layer"]), str(first["head"]), *_means(found, *keys)])
+                rows.append([arm, str(layer["layer"]), str(first["head"]), *means_of(found, *keys)])
     if not rows:
         return None
-    table = _table(
+    table = probe_table(
         parts,
         name="first-position",
         title="Attention on the first position",
         caption="How much of its attention each user's last token gives to the first token of the history. Above the "
         "even share, the first token serves as a sink. rho: of that share and the head's gain, over users; at equal "
-        f"length: the same with the length of the history held fixed{_over(parts)}.",
+        f"length: the same with the length of the history held fixed{over_seeds(parts)}.",
         columns=[Column("layer"), Column("head"), Column("on first", "short"), Column("if even", "short"),
                  Column("gain", "short", "terminal"), Column("rho", "change", "terminal"), Column("p", "p", "terminal"),
                  Column("rho at equal length", "change", "terminal"), Column("its p", "p", "terminal")],
@@ -213,18 +214,18 @@ def _first_position_table(parts: Parts) -> Table | None:
 
 def _planted_table(parts: Parts) -> Table | None:
     rows: list[list[Cell]] = []
-    for arm, ones in _by_arm(parts):
+    for arm, ones in by_arm(parts):
         levels = [(one["initial_precision"] or {}).get("levels") for one in ones]
         for number, level in enumerate(levels[0] or ()):
             found = [one[number]["mean"] for one in levels if one]
             rows.append([arm, f"{level['reliability']:g}", level["num_items"], mean_of(found)])
     if not rows:
         return None
-    return _table(
+    return probe_table(
         parts,
         name="planted",
         title="Initial precision by planted reliability",
-        caption=f"The data set was generated with items of these reliabilities{_over(parts)}.",
+        caption=f"The data set was generated with items of these reliabilities{over_seeds(parts)}.",
         columns=[Column("planted reliability"), Column("items", "count"), Column("initial precision", "short")],
         rows=rows,
     )
@@ -232,17 +233,17 @@ def _planted_table(parts: Parts) -> Table | None:
 
 def _confidence_table(parts: Parts) -> Table:
     rows: list[list[Cell]] = []
-    for arm, ones in _by_arm(parts):
+    for arm, ones in by_arm(parts):
         for name in ones[0]["confidences"]:
             found = [one["confidences"][name] for one in ones]
             above = [one["reference_above"] for one in found if "reference_above" in one]
             rows.append(
-                [arm, _spelt(name), *_means(found, "auroc"), _interval(found, "auroc", "auroc_interval"),
-                 *_means(found, "aurc", "excess_aurc"), round(statistics.mean(o["num_distinct"] for o in found)),
-                 *_means(above, "auroc"), _interval(above, "auroc", "interval")]
+                [arm, _spelt(name), *means_of(found, "auroc"), interval_of(found, "auroc", "auroc_interval"),
+                 *means_of(found, "aurc", "excess_aurc"), round(statistics.mean(o["num_distinct"] for o in found)),
+                 *means_of(above, "auroc"), interval_of(above, "auroc", "interval")]
             )  # fmt: skip
-    first = next(_probes(parts))[2]
-    return _table(
+    first = next(each_probe(parts))[2]
+    return probe_table(
         parts,
         name="uncertainty",
         title=f"Does a confidence tell hits (target among the first {first['k']} of all items) from misses?",
@@ -251,7 +252,7 @@ def _confidence_table(parts: Parts) -> Table:
         f"{first['random_aurc']:.4f} if unsorted and {first['optimal_aurc']:.4f} at best"
         f"{' in the first probe' if _is_several(parts) else ''}; excess: above the best. Values: how many different "
         f"ones there are. Precision above it: how far the precision's AUROC lies above this one's."
-        f"{_interval_words(parts)}",
+        f"{interval_words(parts)}",
         columns=[Column("confidence"), Column("AUROC", "value"), Column("95 % interval", "range"),
                  Column("AURC", "value", "terminal"), Column("excess", "value", "terminal"),
                  Column("values", "count", "terminal"), Column("precision above it", "signed", "terminal"),
@@ -262,20 +263,20 @@ def _confidence_table(parts: Parts) -> Table:
 
 def _calibration_table(parts: Parts) -> Table:
     rows: list[list[Cell]] = []
-    for arm, each in _by_arm(parts):
+    for arm, each in by_arm(parts):
         ones = [one["calibration"] for one in each]
         for when, way in _WAYS.items():
-            fit = [1.0, 0.0] if when == "before" else _means(ones, "temperature", "lapse")
+            fit = [1.0, 0.0] if when == "before" else means_of(ones, "temperature", "lapse")
             nll = [one["nll"] for one in ones]
             for name in ones[0][when]:
                 own = [one[when][name] for one in ones]
                 rows.append(
-                    [arm, way, name, *_means(own, "mean_probability", "hit_rate", "ece"),
-                     _interval(own, "ece", "interval"), *_means(own, "floor"), *_means(nll, when),
-                     _interval(nll, when, f"{when}_interval"), *fit]
+                    [arm, way, name, *means_of(own, "mean_probability", "hit_rate", "ece"),
+                     interval_of(own, "ece", "interval"), *means_of(own, "floor"), *means_of(nll, when),
+                     interval_of(nll, when, f"{when}_interval"), *fit]
                 )  # fmt: skip
-    one = next(_probes(parts))[2]["calibration"]
-    return _table(
+    one = next(each_probe(parts))[2]["calibration"]
+    return probe_table(
         parts,
         name="calibration",
         title="Are its probabilities true?",
@@ -284,7 +285,7 @@ def _calibration_table(parts: Parts) -> Table:
         "if every claim were true (its interval has that much on top). NLL: of the target; equal probabilities have "
         f"{one['nll']['uniform']:.4f}. As trained: temperature T = 1 and lapse rate u = 0; fitted: with T and u "
         f"fitted on the {one['fitted_on']} targets of {one['fitted_users']:,} users among all items. Lists that leave "
-        f"seen items out have a T and u of their own.{_interval_words(parts)}",
+        f"seen items out have a T and u of their own.{interval_words(parts)}",
         columns=[Column("fit"), Column("of"), Column("claimed", "value"), Column("happened", "value"),
                  Column("ECE", "value", "terminal"), Column("95 % interval", "range", "terminal"),
                  Column("by chance", "value", "terminal"), Column("NLL", "value", "terminal"),
@@ -294,21 +295,24 @@ def _calibration_table(parts: Parts) -> Table:
     )  # fmt: skip
 
 
-def _table(parts: Parts, *, columns: Sequence[Column], **table: Any) -> Table:
+def probe_table(parts: Parts, *, columns: Sequence[Column], **table: Any) -> Table:
     """With a column of arms first, unless there is one probe alone, which needs none."""
     made = Table(columns=[Column("arm"), *columns], **table)
     return made.without("arm") if list(parts) == [""] else made
 
 
-def _in_a_terminal(tables: Sequence[Table]) -> list[str]:
+def in_a_terminal(tables: Sequence[Table]) -> list[str]:
+    """The lines of tables."""
     return [line for table in tables for line in ("", text(table))] + [""]
 
 
-def _probes(parts: Parts) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
+def each_probe(parts: Parts) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
+    """Arm, seed and figures of every probe."""
     yield from ((arm, seed, one) for arm, each in parts.items() for seed, one in each.items())
 
 
-def _by_arm(parts: Parts) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+def by_arm(parts: Parts) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    """Every arm with the figures of its probes."""
     yield from ((arm, list(each.values())) for arm, each in parts.items())
 
 
@@ -316,7 +320,7 @@ def _is_several(parts: Parts) -> bool:
     return list(parts) != [""]
 
 
-def _over(parts: Parts) -> str:
+def over_seeds(parts: Parts) -> str:
     """Over which seeds the means are."""
     return f"; means over the probed seeds ({_probed(parts)})" if _is_several(parts) else ""
 
@@ -325,7 +329,8 @@ def _probed(parts: Parts) -> str:
     return "; ".join(f"{arm} {seeds_text(list(each))}" for arm, each in parts.items())
 
 
-def _interval_words(parts: Parts) -> str:
+def interval_words(parts: Parts) -> str:
+    """What the intervals of a table are over."""
     if not _is_several(parts):
         return ""
     several = [len(each) > 1 for each in parts.values()]
@@ -335,7 +340,7 @@ def _interval_words(parts: Parts) -> str:
     return f" Means over the probed seeds ({_probed(parts)}); intervals: {how}."
 
 
-def _interval(found: Sequence[Mapping[str, Any]], key: str, own: str) -> tuple[float, float] | None:
+def interval_of(found: Sequence[Mapping[str, Any]], key: str, own: str) -> tuple[float, float] | None:
     """Over seeds where several have a value, else the one's own over users."""
     known = [one for one in found if one[key] is not None]
     if len(known) > 1:

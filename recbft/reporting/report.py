@@ -23,7 +23,7 @@ from recbft.experiments.lists import listed
 from recbft.reporting import plots, sections
 from recbft.reporting.comparison_tables import findings, headline_findings
 from recbft.reporting.page import Section, page
-from recbft.reporting.probe_sections import load_probes, mechanism_section, uncertainty_section
+from recbft.reporting.probe_sections import load_probes, mechanism_section, new_items_section, uncertainty_section
 from recbft.reporting.tables import Table, markdown, markdown_words, write_tables
 from recbft.reporting.verdict import SENTENCES, Answer, answers, terms
 from recbft.system import recbft_version
@@ -70,6 +70,7 @@ def make_report(comparison: Comparison, *, data_root: str | None = None, draw: b
     first = {name: headline_findings(comparison, each) for name, each in findings(results).items()}
     chosen = [one for each in first.values() for one, _ in each]
     probes, unusable = load_probes(comparison)
+    new = new_items_section(probes, draw=draw)
     others = [name for name in comparison.arms if name != comparison.baseline]
     compared = listed(others) if len(others) <= SENTENCES else f"{len(others)} arms"
     model = comparison.protocol.get("config", {}).get("model")  # where all arms are of one
@@ -87,6 +88,7 @@ def make_report(comparison: Comparison, *, data_root: str | None = None, draw: b
             Section(name="notes", title="Before you rely on this", words=notes or ["Nothing unusual was found."]),
             sections.metrics_section(comparison, results, draw=draw),
             sections.strata_section(comparison, data_root=data_root, draw=draw),
+            *([] if new is None else [new]),
             mechanism_section(probes, draw=draw),
             uncertainty_section(probes, draw=draw),
             sections.exposure_section(comparison, results),

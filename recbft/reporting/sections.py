@@ -112,7 +112,7 @@ def exposure_section(comparison: Comparison, results: Mapping[str, Any]) -> Sect
     found: Exposures = {name: arm["exposure"] for name, arm in results["arms"].items() if arm.get("exposure")}
     absent = [name for name in comparison.arms if name not in found]
     words = [f"Of {listed(absent)} no lists are known, only ranks."] if absent else []
-    some = lists_of(comparison.users.size, comparison.protocol["items"])
+    some = lists_of(comparison.num_users, comparison.protocol["items"])
     words += [f"Lists of {some}, drawn from a fixed seed."] if some and found else []
     if not found:
         return Section(name="exposure", title=title, words=words)

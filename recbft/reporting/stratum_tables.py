@@ -5,7 +5,7 @@ finished run gives one arm and no baseline, two runs an arm and its baseline, a 
 the items and times of the events are not in a run's folder: they come from the data set, which is loaded once more and
 must have the run's content hash.
 
-Shapes: S seeds, N users, V items.
+Shapes: S seeds, N targets, which are as many as users unless the split gives them several; V items.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class Subject:
     training_length: IntArray  # (N,)
     items: Items | None
     missing: str
+    owner: IntArray | None = None  # (N,) each target's user, as ``over_users`` takes it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,7 @@ def subject_of_runs(
         },
         baseline=None if baseline is None else names[0],
         num_seeds=1,
+        owner=run.owner,
         items=items,
         missing=missing,
         **run.of_users,
@@ -120,6 +122,7 @@ def subject_of_comparison(comparison: Comparison, *, data_root: str | Path | Non
         target=comparison.target,
         target_frequency=comparison.target_frequency,
         training_length=comparison.training_length,
+        owner=comparison.owner,
         items=items,
         missing=missing,
     )
@@ -139,7 +142,8 @@ def load_items(
             f"{dataset.name} as loaded has content {dataset.content_hash[:12]}, the runs were made on "
             f"{content_hash[:12]}; name the folder of theirs with --data-root"
         )
-    if not np.array_equal(dataset.user_ids[: dataset.num_tested].astype(str), np.asarray(users).astype(str)):
+    tested = dataset.user_ids[dataset.split.test.user]
+    if not np.array_equal(tested.astype(str), np.asarray(users).astype(str)):
         return None, f"{dataset.name} as loaded lists other users than the runs"
     return Items(counts=dataset.training_counts[1:], gap=_gap(dataset), ticks_per_second=_ticks_per_second(dataset)), ""
 
@@ -165,6 +169,7 @@ def stratified(
                 metric=metric,
                 target=subject.target,
                 target_frequency=subject.target_frequency,
+                owner=subject.owner,
             )
             table = _table(subject, name, strata, results, metric, setting)
             made.append(Stratified(by=name, metric=metric, strata=strata, results=results, table=table))
@@ -204,7 +209,9 @@ STRATA: dict[str, Callable[[Subject, int], Strata]] = {
     "item-frequency": lambda subject, quantiles: partition.item_frequency(
         subject.target_frequency, _counts(subject), quantiles=quantiles
     ),
-    "user-activity": lambda subject, quantiles: partition.user_activity(subject.training_length, quantiles=quantiles),
+    "user-activity": lambda subject, quantiles: partition.user_activity(
+        subject.training_length, owner=subject.owner, quantiles=quantiles
+    ),
     "grid": lambda *given: partition.grid(STRATA["item-frequency"](*given), STRATA["user-activity"](*given)),
     "first-time": lambda subject, _: partition.first_time_items(subject.target_frequency),
     "recency": _recency,
@@ -300,7 +307,9 @@ def _edges(subject: Subject, name: str) -> str:
         return ""
     counts = _counts(subject)
     if subject.items is not None:
-        return f"Edges of item frequency from the training counts of all {counts.size:,} items, Q0 rarest."
+        new = int((counts == 0).sum())
+        apart = f", but for the {new:,} without a training event, whose targets are new" if new else ""
+        return f"Edges of item frequency from the training counts of all {counts.size:,} items{apart}; Q0 rarest."
     return (
         f"Edges of item frequency from the {counts.size:,} distinct targets only, since the data set is not at hand "
         f"({subject.missing}); with --data-root they come from all items."
@@ -363,8 +372,9 @@ def _where_it_lies(data: Mapping[str, Any], folder: Path | None) -> Mapping[str,
 def _gap(dataset: Dataset) -> IntArray | None:
     if dataset.times is None:
         return None
-    last = dataset.offsets[1 : dataset.num_tested + 1] - 1
-    return dataset.times[last] - dataset.times[last - 1]
+    test = dataset.split.test
+    assert test.times is not None
+    return dataset.times[test.event] - test.times[test.stop - 1]
 
 
 def _ticks_per_second(dataset: Dataset) -> int | None:

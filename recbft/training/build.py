@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from recbft.config.fields import to_dict
-from recbft.datasets import Dataset, leave_one_out
+from recbft.datasets import Dataset
 from recbft.datasets.batches import EpochBatches
 from recbft.datasets.config import DataConfig
 from recbft.datasets.events import TICKS_PER_SECOND, guessed_unit
@@ -68,7 +68,8 @@ def loaded(data: DataConfig, dataset: Dataset | None) -> tuple[DataConfig, Datas
     if dataset is None:
         data = data.resolved()
         dataset = data.load()
-    return (replace(data, dataset=dataset.name) if data.dataset is None else data), dataset
+    dataset = data.split_as_asked(dataset)
+    return replace(data.split_as(dataset), dataset=data.dataset or dataset.name), dataset
 
 
 def make_parts(config: RunConfig, dataset: Dataset, device: torch.device, *, begins: bool = True) -> Parts:
@@ -129,22 +130,26 @@ def training_batches(config: RunConfig, dataset: Dataset) -> EpochBatches | None
         )
     if dataset.times is not None and dataset.times.size:
         check_clock(config, dataset.name, int(dataset.times.max()), dataset.preparation.get("time_unit"))
-    split = leave_one_out(dataset)
+    split = dataset.split
     batches = make(
         config.backbone,
-        dataset.items,
+        split.items,
         split.training_start,
         split.training_stop,
         num_items=dataset.num_items,
         samples=config.training.samples,
         batch_size=config.training.batch_size,
         seed=config.seed,
-        times=dataset.times,
+        times=split.times,
     )
     if batches.num_batches == 0:
         raise UserError(
-            f"data set {dataset.name!r} has nothing to learn from: no user has 4 events "
-            "(two to train, one to validate, one to test)"
+            f"data set {dataset.name!r} has nothing to learn from: no user has "
+            + (
+                "4 events (two to train, one to validate, one to test)"
+                if dataset.splitting.is_plain
+                else f"two events that train ({split.text})"
+            )
         )
     if config.training.batch_targets is not None:
         pieces = batches.samples.num_pieces

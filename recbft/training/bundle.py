@@ -25,6 +25,7 @@ from recbft.config.fields import by_setting, to_dict
 from recbft.config.yaml_text import read_yaml
 from recbft.datasets import Dataset
 from recbft.datasets.content import ContentConfig, ItemContent
+from recbft.datasets.split import Splitting
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 from recbft.evaluation.metrics import config_hash
@@ -179,12 +180,12 @@ def differences(
 
 
 def refuse_other_settings(there: Mapping[str, Any], now: Mapping[str, Any], what: str, remedy: str) -> None:
-    """Refuse to go on with other settings than those begun with, wherever the data were read from.
+    """Refuse to go on with other settings than those begun with, wherever the data, split alike, were read from.
 
     Args:
         what: what was begun and the verb, such as "DIR holds a run with".
     """
-    before, after = {**there, "data": None}, {**now, "data": None}
+    before, after = ({**one, "data": Splitting.of(one.get("data") or {}).chosen()} for one in (there, now))
     if config_hash(before) != config_hash(after):
         raise UserError(f"{what} {first_difference(before, after)}; {remedy}")
 

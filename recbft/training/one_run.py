@@ -155,6 +155,12 @@ def go_on(
     team: Team = ALONE,
 ) -> Session:
     """An unfinished run, within ``run_settings``; ``locked`` takes up the state saved last."""
+    dataset = config.data.split_as_asked(dataset)
+    if dataset.splitting != config.data.splitting():
+        raise UserError(
+            f"{run.path} was begun with {run.protocol['split']}, and data set {dataset.name!r} is split as "
+            f"{dataset.splitting.chosen()}; give it without a split of its own"
+        )
     # An epoch's line comes after a state, if only that before the first epoch.
     if not run.checkpoint.is_dir() or (run.history_file.is_file() and not run.has_checkpoint):
         lost = run.checkpoint / checkpoint.STATE_FILE if run.checkpoint.is_dir() else run.checkpoint

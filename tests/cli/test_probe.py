@@ -63,7 +63,7 @@ def test_the_file_holds_what_was_printed_and_nothing_else_was_written(capsys, ru
     code, out, _ = run(capsys, folder, "--json", "--out", tmp_path / "found.json")
     assert code == 0 and (tmp_path / "found.json").read_text() == out
     found = json.loads(out)
-    assert list(found) == ["mechanism", "uncertainty", "protocol"]
+    assert list(found) == ["mechanism", "uncertainty", "new_items", "protocol"]
     metrics = json.loads((folder / "metrics.json").read_text())
     assert found["uncertainty"]["hit_rate"] == metrics["test"]["unfiltered"]["hr@10"]
     assert found["mechanism"]["initial_precision"]["rho_reliability"] is not None

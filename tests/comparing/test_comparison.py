@@ -19,7 +19,7 @@ from recbft.comparing.finished_runs import check_same, config_of, label_runs, re
 from recbft.comparing.provenance import notes_on_machines, recorded
 from recbft.comparing.results import results_of, write_comparison
 from recbft.config.fields import to_dict
-from recbft.datasets.dataset import Dataset, leave_one_out
+from recbft.datasets import Dataset, leave_one_out
 from recbft.errors import UserError
 from recbft.experiments.plan import leaves, parse_arms
 from recbft.mixers import MIXERS

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from recbft.datasets.dataset import Dataset, leave_one_out
+from recbft.datasets import Dataset, leave_one_out
 from recbft.datasets.prepare import Preparation
 from recbft.errors import RunError, UserError
 from recbft.evaluation import evaluate as evaluating
@@ -285,3 +285,56 @@ def test_users_who_only_train_are_not_ranked(part):
     # Training: ann ab, bob aa, x ab; counts a 4, b 2, c 0, d 0
     assert per_user.target_count.tolist() == ([0, 2] if part == "validation" else [0, 0])
     assert per_user.rank_unfiltered.tolist() == ([4, 2] if part == "validation" else [4, 4])
+
+
+def timed_dataset(seed, **how):
+    """Users by times 0..99, split by time."""
+    rng = np.random.default_rng(seed)
+    n = 300
+    frame = pd.DataFrame(
+        {"user_id": rng.integers(0, 25, n), "item_id": rng.integers(0, 40, n), "t": np.sort(rng.integers(0, 100, n))}
+    )
+    return Dataset.from_frame(frame, time="t").with_split(split="global_time", split_at=60, test_at=80, **how)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("how", [{}, {"split_targets": "successive"}, {"hold_out_items": 0.2}])
+def test_each_target_of_a_split_by_time_is_ranked_as_by_hand(seed, how):
+    dataset = timed_dataset(seed, **how)
+    model = SumModel(dataset.num_items, seed=seed)
+    result, view = evaluate(model, dataset, "test", ks=(5,)), dataset.split.test
+    weight, targets_of = model.weight.numpy(), {}
+    for row, user in enumerate(view.user):
+        key = (user, row) if "split_targets" in how else user
+        targets_of.setdefault(key, set()).add(int(view.target[row]))
+    for row, (user, target) in enumerate(zip(view.user, view.target, strict=True)):
+        history = view.items[view.start[row] : view.stop[row]]
+        scores = weight @ weight[history].sum(0)
+        own = targets_of[(user, row) if "split_targets" in how else user]
+        unseen = np.setdiff1d(np.arange(1, dataset.num_items + 1), np.setdiff1d(history, list(own)))
+        found = result.per_user.iloc[row]
+        assert found["rank_unfiltered"] == (scores[1:] >= scores[target]).sum()
+        assert found["rank_filtered"] == (scores[unseen] >= scores[target]).sum()
+        assert found["history_length"] == len(history) and found["user"] == dataset.user_ids[user]
+        assert found["training_length"] == dataset.split.training_length[user]
+        assert found["target_count"] == dataset.training_counts[target]
+    names = {"hr@5", "ndcg@5", "mrr@5", "mrr"} | (set() if "split_targets" in how else {"recall@5", "list_ndcg@5"})
+    assert set(result.headline) == names
+    by_user = (result.per_user.assign(hit=result.per_user["rank_unfiltered"] <= 5)).groupby("user")["hit"].mean()
+    assert result.metrics["unfiltered"]["hr@5"] == pytest.approx(by_user.mean())
+
+
+def test_the_histories_that_targets_share_are_read_once_and_each_user_has_one_list():
+    dataset = timed_dataset(0)
+    read = []
+
+    class Counting(SumModel):
+        def user_states(self, batch):
+            read.append(len(batch.last))
+            return super().user_states(batch)
+
+    result = evaluate(Counting(dataset.num_items), dataset, "test", lists=True, ks=(5,))
+    users = dataset.num_tested
+    assert sum(read) == users < len(result.per_user)
+    assert result.exposure is not None and f"of {users:,} users" in repr(result)
+    assert len(result.precision) == len(result.per_user)

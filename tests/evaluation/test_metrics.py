@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recbft.errors import UserError
-from recbft.evaluation.metrics import check_metric, metrics_from_ranks, one_from_ranks, values_from_ranks
+from recbft.evaluation.metrics import (
+    check_metric,
+    metrics_from_ranks,
+    one_from_ranks,
+    over_users,
+    owner_of,
+    values_from_ranks,
+)
 from recbft.evaluation.ranks import full_ranks
 from recbft.models.contract import ItemTable
 
@@ -104,3 +111,47 @@ def test_a_name_that_is_no_metric_s_is_refused(name):
 def test_no_user_is_refused():
     with pytest.raises(UserError, match="no user to evaluate"):
         metrics_from_ranks(np.array([], dtype=np.int64))
+
+
+# Three users: ranks 1, 4 and 30; rank 2; ranks 3 and 3, which tie.
+SEVERAL, OWNER = np.array([1, 4, 30, 2, 3, 3]), np.array([0, 0, 0, 1, 2, 2])
+
+
+def test_metrics_of_several_targets_are_means_of_each_users_mean_worked_by_hand():
+    found = metrics_from_ranks(SEVERAL, (2, 5), OWNER, of_lists=True)
+    third, log = Fraction(1, 3), log2
+    assert found["hr@5"] == pytest.approx((2 * third + 1 + 1) / 3)
+    assert found["mrr"] == pytest.approx(((1 + 1 / 4 + 1 / 30) / 3 + 1 / 2 + 1 / 3) / 3)
+    # min(k, n): two of the first user's three could be among the first 2, and one is.
+    assert found["recall@2"] == pytest.approx((1 / 2 + 1 + 0) / 3) and found["recall@5"] == found["hr@5"]
+    ideal = {n: sum(1 / log(j + 1) for j in range(1, n + 1)) for n in (2, 3)}
+    assert found["list_ndcg@5"] == pytest.approx(
+        ((1 + 1 / log(5)) / ideal[3] + 1 / log(3) + (1 / 2 + 1 / 2) / ideal[2]) / 3
+    )
+    assert found["list_ndcg@2"] == pytest.approx((1 / ideal[2] + 1 / log(3) + 0) / 3)
+    for name, value in found.items():
+        assert one_from_ranks(SEVERAL, name, OWNER).mean() == pytest.approx(value)
+    assert "recall@5" not in metrics_from_ranks(SEVERAL, (5,), OWNER)
+
+
+def test_of_one_target_each_the_metrics_of_lists_are_hr_and_ndcg():
+    ranks, alone = np.array([[1, 3, 11], [2, 9, 1]]), np.arange(3)
+    for of_list, of_target in (("recall@10", "hr@10"), ("list_ndcg@10", "ndcg@10")):
+        for owner in (None, alone):
+            np.testing.assert_array_equal(one_from_ranks(ranks, of_list, owner), one_from_ranks(ranks, of_target))
+    assert owner_of(["a", "b", "c"]) is None and over_users(ranks, None) is ranks
+
+
+@given(ranks_of_users, st.integers(1, 12))
+def test_a_perfect_list_has_recall_and_list_ndcg_of_one_and_no_list_has_more(ranks, k):
+    owner = np.zeros(len(ranks), np.int64)
+    best = np.arange(1, len(ranks) + 1)
+    some = np.unique(ranks)
+    for name in (f"recall@{k}", f"list_ndcg@{k}"):
+        assert one_from_ranks(best, name, owner)[0] == pytest.approx(1)
+        assert one_from_ranks(some, name, owner[: len(some)])[0] <= 1 + 1e-12
+
+
+def test_users_are_grouped_by_their_ids_side_by_side():
+    assert owner_of(np.array(["a", "a", "b", "c", "c"], object)).tolist() == [0, 0, 1, 2, 2]
+    assert over_users(np.array([[1.0, 3, 5, 7, 8]]), owner_of([4, 4, 9, 2, 2])).tolist() == [[2, 5, 7.5]]

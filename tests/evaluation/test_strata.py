@@ -23,7 +23,26 @@ def test_item_strata_take_their_edges_from_items_not_from_users():
 
 def test_bounds_reach_to_the_ends_of_items_and_users_alike():
     assert item_frequency([2, 9], np.arange(1, 11)).bounds == ("1-2", "9-10")
-    assert item_frequency([0, 20], np.arange(1, 11)).bounds == ("0-2", "9-20")
+    assert item_frequency([1, 20], np.arange(2, 11)).bounds == ("1-3", "10-20")
+
+
+def test_what_has_no_training_event_is_a_stratum_of_its_own_before_the_rarest():
+    found = item_frequency([0, 3, 0, 9], [0, 0, 0, 0, *range(1, 11)])
+    assert found.names == ("new", "Q1", "Q4") and found.bounds == ("0", "3-4", "9-10")
+    assert found.member.tolist() == [0, 1, 0, 2] and found.empty == ("Q0", "Q2", "Q3")
+    assert item_frequency([3, 9], [0, 0, 0, 0, *range(1, 11)]).names == ("Q1", "Q4"), "edges know no item of none"
+    assert user_activity([0, 0]).names == ("new",) and user_activity([0, 5, 7], quantiles=2).names == (
+        "new",
+        "Q0",
+        "Q1",
+    )
+    assert recency([0, 0, 5], ticks_per_second=1).names == ("Q0", "Q3"), "a gap of 0 is no absence"
+
+
+def test_a_user_of_several_targets_counts_once_in_the_edges_of_activity():
+    owner = np.array([0, 0, 0, 0, 1, 2, 3])
+    found = user_activity([2, 2, 2, 2, 5, 6, 7], owner=owner, quantiles=2)
+    assert found.bounds == ("2-5", "6-7") and found.member.tolist() == [0, 0, 0, 0, 0, 1, 1]
 
 
 def test_ties_stay_together_and_empty_strata_are_left_out():
@@ -42,7 +61,7 @@ def test_users_are_cut_into_equal_numbers():
 @pytest.mark.parametrize("quantiles", [2, 5, 7, 14, 40])
 def test_strata_are_equal_where_the_number_of_users_allows_it(quantiles):
     for each in (1, 2, 3, 7):
-        found = user_activity(np.arange(each * quantiles), quantiles=quantiles)
+        found = user_activity(1 + np.arange(each * quantiles), quantiles=quantiles)
         assert np.bincount(found.member).tolist() == [each] * quantiles
 
 

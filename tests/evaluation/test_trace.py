@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.func import jacrev
 
+from recbft.datasets import leave_one_out
 from recbft.datasets.batches import pack_histories
-from recbft.datasets.dataset import leave_one_out
 from recbft.evaluation.trace import at_cap, trace
 from recbft.mixers import PointwiseAttention
 from recbft.models import Popularity

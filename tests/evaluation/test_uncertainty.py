@@ -11,7 +11,7 @@ import torch
 from scipy import special, stats
 from sklearn.metrics import roc_auc_score
 
-from recbft.datasets.dataset import leave_one_out
+from recbft.datasets import leave_one_out
 from recbft.errors import RunError
 from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.probability import calibrations

@@ -183,6 +183,8 @@ def test_what_is_no_model_or_data_of_ours_is_refused_by_what_it_is(built, datase
         recbft.recbole.to_run(torch.nn.Linear(1, 1), dataset, theirs)
     with pytest.raises(UserError, match=r"data is a str; load it with recbft\.Dataset\.load"):
         recbft.recbole.to_run(model, "ratings.csv", theirs)
+    with pytest.raises(UserError, match="RecBole has trained on what leave-one-out trains on"):
+        recbft.recbole.to_run(model, dataset.with_split(hold_out_items=0.1), theirs)
     assert not theirs.exists()
     recbft.recbole.to_run(model, dataset, theirs)
     with pytest.raises(UserError, match="back holds a finished run; name another folder, or remove this one first"):

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from recbft.datasets.dataset import Dataset, leave_one_out
+from recbft.datasets import Dataset, leave_one_out
 from recbft.errors import UserError
 from recbft.evaluation.metrics import one_from_ranks
 from recbft.reporting.stratum_tables import (
@@ -53,23 +53,37 @@ def by_hand(**changes):
 def test_a_table_worked_by_hand():
     (made,) = stratified(by_hand(), by=["item-frequency"], metrics=["hr@10"], quantiles=2, setting="unfiltered")
     table = made.table
-    assert column(table, "stratum") == ["Q0", "Q1"] and column(table, "bounds") == ["0-1", "2-9"]
-    assert column(table, "users") == [2, 2] and column(table, "targets") == [2, 1]
-    assert column(table, "mean frequency") == [0.5, 9.0]
-    assert column(table, "plain") == [0.5, 0.5] and column(table, "bft") == [1.0, 0.5]
-    assert column(table, "difference") == [0.5, 0.0] and column(table, "relative") == [1.0, 0.0]
-    assert column(table, "p") == [0.5, 1.0] and column(table, "p Holm") == [1.0, 1.0]
-    assert column(table, "remark") == ["too small: 2 users", "too small: 2 users"]
-    assert "Edges of item frequency from the training counts of all 4 items" in table.caption
-    assert "Holm over the 2 tests of this table" in table.caption and "Confound check, whether active" in table.caption
-    assert column(table, "95 % interval") == [None, None] and "without an interval is the same" in table.caption
+    assert column(table, "stratum") == ["new", "Q0", "Q1"] and column(table, "bounds") == ["0", "1-4", "5-9"]
+    assert column(table, "users") == [1, 1, 2] and column(table, "targets") == [1, 1, 1]
+    assert column(table, "mean frequency") == [0.0, 1.0, 9.0]
+    assert column(table, "plain") == [1.0, 0.0, 0.5] and column(table, "bft") == [1.0, 1.0, 0.5]
+    assert column(table, "difference") == [0.0, 1.0, 0.0] and column(table, "relative") == [0.0, None, 0.0]
+    assert column(table, "p") == [1.0, 0.5, 1.0] and column(table, "p Holm") == [1.0, 1.0, 1.0]
+    assert column(table, "remark") == ["too small: 1 user", "too small: 1 user", "too small: 2 users"]
+    assert "Edges of item frequency from the training counts of all 4 items, but for the 1 without" in table.caption
+    assert "Holm over the 3 tests of this table" in table.caption and "Confound check, whether active" in table.caption
+    assert column(table, "95 % interval") == [None] * 3 and "without an interval is the same" in table.caption
 
 
 def test_a_baseline_without_a_hit_leaves_a_gain_without_a_relative_change():
     ranks = {"plain": np.full((2, 4), 20), "bft": np.array([[1, 20, 20, 20], [1, 1, 20, 20]])}
     subject = by_hand(ranks={"unfiltered": ranks, "filtered": {}})
     (made,) = stratified(subject, by=["item-frequency"], metrics=["hr@10"], quantiles=2, setting="unfiltered")
-    assert column(made.table, "difference") == [0.75, 0.0] and column(made.table, "relative") == [None, 0.0]
+    assert column(made.table, "difference") == [1, 0.5, 0] and column(made.table, "relative") == [None, None, 0]
+
+
+def test_a_users_targets_are_averaged_first_and_users_are_paired():
+    ranks = {"plain": np.array([[1, 20, 3, 20]]), "bft": np.array([[1, 1, 20, 1]])}
+    subject = by_hand(
+        ranks={"unfiltered": ranks, "filtered": {}}, num_seeds=1, owner=np.array([0, 0, 0, 1]),
+        target_frequency=np.array([1, 1, 9, 9]),
+    )  # fmt: skip
+    (made,) = stratified(subject, by=["item-frequency"], metrics=["hr@10"], quantiles=2, setting="unfiltered")
+    assert column(made.table, "users") == [1, 2] and column(made.table, "stratum") == ["Q0", "Q1"]
+    assert column(made.table, "plain") == [0.5, 0.5] and column(made.table, "bft") == [1, 0.5]
+    assert column(made.table, "difference")[1] == 0 and column(made.table, "p")[0] is None, "one user, two targets"
+    (made,) = stratified(subject, by=["user-activity"], metrics=["recall@2"], quantiles=2, setting="unfiltered")
+    assert column(made.table, "plain") == [0.5, 0.0], "two of the first user's targets, and the third, have their own"
 
 
 def test_one_user_in_one_seed_has_a_level_and_no_test():

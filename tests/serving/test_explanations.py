@@ -100,7 +100,7 @@ def test_a_history_of_almost_every_item_has_what_is_left_explained(fitted, datas
 
 def test_probing_in_a_notebook_gives_both_parts_and_the_protocol(fitted, dataset):
     found = fitted.probe(dataset, samples=10)
-    assert set(found) == {"mechanism", "uncertainty", "protocol"}
+    assert set(found) == {"mechanism", "uncertainty", "new_items", "protocol"}
     assert found["uncertainty"]["hit_rate"] == fitted.evaluate(dataset).metrics["unfiltered"]["hr@10"]
     assert found["mechanism"]["user_reliability"] is None, "the truth of other synthetic data is not this data's"
     some = fitted.probe(dataset, "validation", users=20, samples=10)

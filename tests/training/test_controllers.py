@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from recbft.datasets import leave_one_out
 from recbft.datasets.batches import pack_histories
-from recbft.datasets.dataset import leave_one_out
 from recbft.errors import UserError
 from recbft.mixers.regime import RegimeAttention
 from recbft.models.contract import read_histories

@@ -176,16 +176,17 @@ def act(guarded: Sequence[RegimeAttention], action: Tensor) -> None:
 
 def validation_cross_entropy(model: SequenceModel, dataset: Dataset, *, most_users: int = 4096) -> float:
     """Equation (e) over the users of the data set, or over so many of them at equal distances."""
-    num_users = dataset.num_tested
+    view = view_of(dataset, "validation", next_events=True)
+    num_users = len(view.target)
     chosen = np.unique(np.linspace(0, num_users - 1, min(num_users, most_users)).astype(np.int64))
-    view = view_of(dataset, "validation", chosen)
+    view = view.rows(chosen)
     total, first = 0.0, 0
     with torch.inference_mode(), evaluation_mode(model):
         table = model.item_table()
         weight, bias = table.weight[1:], None if table.bias is None else table.bias[1:]
         rows = max(1, BLOCK_SCORES // weight.shape[0])
         for batch in read_histories(
-            model, dataset.items, view.start, view.stop, times=dataset.times, source=f"data set {dataset.name!r}"
+            model, view.items, view.start, view.stop, times=view.times, source=f"data set {dataset.name!r}"
         ):
             states = model.user_states(batch.to(weight.device)).state
             target = torch.from_numpy(view.target[first : first + len(states)] - 1).to(weight.device)
