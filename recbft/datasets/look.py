@@ -23,8 +23,6 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recbft.config.fields import NULL_WORDS
-from recbft.config.yaml_text import parse_setting
 from recbft.datasets.columns import from_pandas, is_text
 from recbft.datasets.config import DataConfig
 from recbft.datasets.dataset import Dataset
@@ -77,9 +75,9 @@ class Look(NamedTuple):
             (word for word, sign in WORDS.items() if sign == values["separator"]), values["separator"]
         )
         values["columns"] = None if self.config.columns is None else ",".join(self.config.columns)
-        settings = [_setting(name, value) for name, value in values.items() if value is not None]
+        options = ((f"--{name}", value) for name, value in values.items() if value is not None)
         words = ["recbft", "train", "-d", str(self.config.dataset)]
-        return shlex.join([*words, *itertools.chain.from_iterable(("--set", one) for one in settings)])
+        return shlex.join([*words, *itertools.chain.from_iterable(options)])
 
 
 class _Form(NamedTuple):
@@ -236,7 +234,7 @@ def _roles(form: _Form) -> tuple[dict[str, str | None], list[str]]:
     if found["user"] is not None:
         if found["session"] is not None:
             notes.append(
-                f"column {found['session']!r} holds sessions: add --set session={found['session']} to train on these"
+                f"column {found['session']!r} holds sessions: add --session {found['session']} to train on these"
             )
         found["session"] = None
     free = [
@@ -245,7 +243,7 @@ def _roles(form: _Form) -> tuple[dict[str, str | None], list[str]]:
     for role in ("user", "item"):
         if found[role] is None and not (role == "user" and found["session"] is not None):
             if not free:
-                notes.append(f"no column looks like that of the {role}s: name it with --set {role}=NAME")
+                notes.append(f"no column looks like that of the {role}s: name it with --{role} NAME")
                 continue
             found[role] = free.pop(0)
             if form.named:
@@ -302,12 +300,3 @@ def _may_be_ids(name: str, column: Any) -> bool:
     texts = column.dropna().map(str)
     numbers = [text for text in texts if _NUMBER.fullmatch(text)]
     return len(texts) > 0 and not any("." in text and not text.endswith(".0") for text in numbers)
-
-
-def _setting(name: str, value: str) -> str:
-    """``name=value`` that a setting gives back as it is."""
-    plain = f"{name}={value}"
-    with suppress(UserError):
-        if parse_setting(plain)[1] == value and value.lower() not in NULL_WORDS:
-            return plain
-    return f"{name}={json.dumps(value, ensure_ascii=False)}"
