@@ -70,7 +70,7 @@ def test_a_run_in_training_is_refused_to_another_process_until_its_holder_dies(b
         assert contents(begun) == before and os.listdir(begun.path.parent) == ["run"]
         holder.kill()
     run = one_run.resume(begun.path, dataset=dataset)
-    files = "checkpoint config.yaml environment.json history.csv metrics.json per_user.parquet protocol.json"
+    files = "card.md checkpoint config.yaml environment.json history.csv metrics.json per_user.parquet protocol.json"
     assert run.is_finished and sorted(os.listdir(run.path)) == files.split()
 
 
