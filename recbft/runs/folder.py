@@ -193,12 +193,10 @@ class RunFolder:
     def identity(self) -> str:
         """What its files have in common and those of another run have not: SHA-256 of the protocol.
 
-        Where the data lay and what they were called is no part of it.
+        Where the data lay, what they were called and how they were made is no part of it; their hashes are.
         """
-        protocol = self.protocol
-        prepared = {**protocol.get("preparation", {}), "source": None}
-        config = {**protocol.get("config", {}), "data": None}
-        return config_hash({**protocol, "dataset": None, "preparation": prepared, "config": config})
+        protocol = {key: value for key, value in self.protocol.items() if key not in ("dataset", "preparation")}
+        return config_hash({**protocol, "config": {**protocol.get("config", {}), "data": None}})
 
     @property
     def environment(self) -> dict[str, Any]:
