@@ -215,7 +215,7 @@ def test_a_context_is_the_last_events_before_the_target():
     view = extrapolation.view_of(dataset, "test", users)
     for start in view.stop - 10:
         changed[start : start + 5] = changed[start : start + 5][::-1]
-    object.__setattr__(dataset, "items", changed)
+    dataset = replace(dataset, items=changed)
     assert extrapolation.measure(model, dataset, users, 5) == short
     assert extrapolation.measure(model, dataset, users, 10) != long
 
