@@ -409,7 +409,7 @@ def test_dates_are_told_in_the_unit_of_the_training_data_and_whole_numbers_are_i
         ([1, -2, 3], "s", "the histories: row 2: column 'timestamp' holds -2, but a time must be"),
         ([1, "x", DAYS[0]], "s", "the histories: column 'timestamp' holds values of type date, int, str; make it"),
         ([1, 2, 1_700_000_000_000], "s", "up to 1700000000000, which look like dates in ms, but the model reads"),
-        (DAYS, None, "dates, which cannot be converted to .* \\(whole numbers of an unknown unit\\); give"),
+        (DAYS, None, "dates or fractions of seconds, which cannot be .* \\(whole numbers of an unknown unit\\); give"),
         ([datetime.date(2999, 1, 1)] * 3, "ns", "which cannot be converted to the times of the training data \\(ns\\)"),
     ],
 )
