@@ -9,7 +9,7 @@ setup(
     package_dir=RENAMED,
     include_package_data=False,  # exactly what is named here, whatever MANIFEST.in adds to a source distribution
     package_data={
-        "recbft": ["py.typed", "kernels/*/*.[ch]", "recbole/defaults/*.yaml", "reporting/page.css"],
+        "recbft": ["py.typed", "kernels/*/*.[ch]", "recbole/defaults/*.yaml", "reporting/page.css", "api/*.yaml"],
         "recbft_cards": ["*.yaml"],
         "recbft_configs": ["**/*.yaml"],
     },
