@@ -21,9 +21,9 @@ from typer.core import TyperGroup
 from recbft.errors import OneProcessError, RunError, UserError, permission_denied
 from recbft.system.memory import keep_freed_memory
 from recbft.system.torchrun import this_process
-from recbft_cli import compare, data, evaluate, probe, recommend, report, sweep, train, tune
+from recbft_cli import compare, data, evaluate, probe, recommend, report, serve, sweep, train, tune
 
-_ORDER = "train evaluate recommend compare report stratify probe sweep tune data models"
+_ORDER = "train evaluate recommend serve compare report stratify probe sweep tune data models"
 
 
 class _InOrder(TyperGroup):
@@ -46,6 +46,7 @@ app = typer.Typer(
 app.command("train", epilog=train.EXAMPLES)(train.train)
 app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("recommend", epilog=recommend.EXAMPLES)(recommend.recommend)
+app.command("serve", epilog=serve.EXAMPLES)(serve.serve)
 app.command("compare", epilog=compare.EXAMPLES)(compare.compare)
 app.command("report", epilog=report.EXAMPLES)(report.report)
 app.command("stratify", epilog=report.EXAMPLES_BY_STRATA)(report.stratify)
