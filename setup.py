@@ -50,7 +50,14 @@ setup(
     package_dir=RENAMED,
     include_package_data=False,  # exactly what is named here, whatever MANIFEST.in adds to a source distribution
     package_data={
-        "recbft": ["py.typed", "kernels/*/*.[ch]", "recbole/defaults/*.yaml", "reporting/page.css", "runs/commit.txt"],
+        "recbft": [
+            "py.typed",
+            "kernels/*/*.[ch]",
+            "recbole/defaults/*.yaml",
+            "reporting/page.css",
+            "api/*.yaml",
+            "runs/commit.txt",
+        ],
         "recbft_cards": ["*.yaml"],
         "recbft_configs": ["**/*.yaml"],
     },

@@ -50,6 +50,10 @@ OTHERS = {
     "optuna": "experiments",
     "recbole": "recbole",
     "triton": "kernels",
+    "starlette": "api",
+    "anyio": "api",
+    "prometheus_client": "api",
+    "uvicorn": "cli",
 }
 LIGHT = (
     "core",

@@ -95,6 +95,11 @@ class Recommender:
         """The folder of the run; None before there is one."""
         return None if self._trained is None else self._trained.run
 
+    @property
+    def weights(self) -> str | None:
+        """The SHA-256 of the file of the run's weights; None before there is one."""
+        return None if self._trained is None else self._trained.weights
+
     def __repr__(self) -> str:
         state = (
             "not trained"

@@ -14,7 +14,7 @@ from recbft.errors import OneProcessError, RunError, UserError
 from recbft_cli import main as main_module
 from tests.cli.conftest import run
 
-COMMANDS = "train evaluate recommend compare report stratify probe sweep tune data models".split()  # noqa: SIM905
+COMMANDS = "train evaluate recommend serve compare report stratify probe sweep tune data models".split()  # noqa: SIM905
 
 
 @pytest.fixture

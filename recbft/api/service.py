@@ -1,0 +1,213 @@
+"""What a service answers to requests of plain JSON values, whichever run stands in its folder.
+
+Nothing here knows of HTTP, which is ``recbft.api.web``. One run answers until the next is loaded and has answered once;
+a request that has begun is answered by the run that it began with.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from logging import getLogger
+from pathlib import Path
+from time import monotonic
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from recbft.api.recommender import Recommender
+from recbft.config.fields import is_whole
+from recbft.datasets.events import USUAL_TIME
+from recbft.errors import UserError, did_you_mean
+from recbft.runs.folder import RunFolder
+from recbft.serving.histories import as_list
+from recbft.serving.lists import Recommended, check_k
+
+KEYS = ("histories", "times", "k", "exclude", "candidates", "filter_seen", "fallback")  # of a request for lists
+TRY_AGAIN = 30.0  # seconds after which a run that could not be loaded is tried again: it may have been half copied
+Identity = tuple[str, int, int]
+_EXAMPLE = 'such as {"histories": {"ann": ["tea", "milk"]}, "k": 10}'
+_LOG = getLogger("recbft.service")
+
+
+class Limits(NamedTuple):
+    """What one request may ask for."""
+
+    body: int = 2**20  # bytes
+    users: int = 1000
+    k: int = 1000
+
+
+class Held(NamedTuple):
+    """A run that has answered once."""
+
+    recommender: Recommender
+    identity: Identity | None
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """What an answer says of its run: the folder's name, and the first digits of the SHA-256 of its weights."""
+        run = self.recommender.run
+        assert run is not None
+        weights = self.recommender.weights
+        return {"run": run.path.name, "weights": None if weights is None else weights[:12]}
+
+
+class Service:
+    """The answers of the run in a folder, or of the one that a link leads to.
+
+    Any number of threads may ask; ``refresh`` changes the run between two requests.
+
+    Raises:
+        UserError: as ``Recommender.load``, or the run cannot recommend.
+    """
+
+    def __init__(self, path: str | Path, limits: Limits | None = None) -> None:
+        self.path, self.limits = Path(path), limits or Limits()
+        self._asked_to_reload = False
+        self._refused: tuple[Identity | None, float] | None = None  # which run could not be loaded, and until when
+        self._loading = threading.Lock()
+        self._held = self._load()
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The run that answers now; see ``Held.named``."""
+        return self._held.named
+
+    def ask_to_reload(self) -> None:
+        """Let the next ``refresh`` load the run, whether or not it has changed; may be called in a signal handler."""
+        self._asked_to_reload = True
+
+    def refresh(self) -> Literal["loaded", "failed"] | None:
+        """Load the run if another stands in its place by now, or if that was asked for; else None.
+
+        Where it cannot be loaded, the run of before goes on answering and the log says why.
+        """
+        with self._loading:
+            asked, self._asked_to_reload = self._asked_to_reload, False
+            identity = _identity(self.path)
+            if not asked:
+                if identity in (None, self._held.identity):  # None: not finished, or between two
+                    return None
+                if self._refused is not None and self._refused[0] == identity and monotonic() < self._refused[1]:
+                    return None
+            try:
+                held = self._load()
+            except Exception as error:  # whatever is wrong with the new one, the old one answers
+                self._refused = identity, monotonic() + TRY_AGAIN
+                why = None if isinstance(error, UserError) else error
+                _LOG.error("%s was not loaded, %s goes on: %s", self.path, self.named["run"], error, exc_info=why)
+                return "failed"
+            self._refused, self._held = None, held
+            _LOG.info("loaded", extra={"fields": held.named})
+            return "loaded"
+
+    def recommend(self, request: Any) -> dict[str, Any]:
+        """The lists of some users.
+
+        Args:
+            request: a mapping with ``histories``, raw item ids by user (a mapping, or a list of lists, whose users are
+                numbered from 0), and what else ``Recommender.recommend_lists`` takes; None is not given. ``times``
+                holds whole numbers in the form of the histories, in the unit of the training data, for a model that
+                reads them.
+
+        Returns:
+            ``run``, ``weights`` and ``lists``: for each user, in the order of the request, ``user``, ``items``,
+            ``scores``, ``probabilities``, ``precision`` and ``fallback``.
+
+        Raises:
+            UserError: a wrong request, or one beyond the limits.
+        """
+        if not isinstance(request, dict):
+            raise UserError(f"the request is a {type(request).__name__}; give an object, {_EXAMPLE}")
+        for key in request:
+            if key not in KEYS:
+                raise UserError(f"unknown key {key!r} in the request; {did_you_mean(key, KEYS)}")
+        asked = {key: value for key, value in request.items() if value is not None}
+        if "histories" not in asked:
+            raise UserError(f"the request has no histories; give lists of item ids by user, {_EXAMPLE}")
+        histories, times = asked.pop("histories"), asked.pop("times", None)
+        if not isinstance(histories, (dict, list)):
+            raise UserError(f"histories is {_shown(histories)}; give lists of item ids by user, {_EXAMPLE}")
+        if len(histories) > self.limits.users:
+            raise UserError(
+                f"the request has {len(histories):,} users, and this service takes {self.limits.users:,} at once; "
+                "send several requests"
+            )
+        asked["k"] = self._checked_k(asked.get("k"))
+        held, users = self._held, list(histories) if isinstance(histories, dict) else list(range(len(histories)))
+        given = histories if times is None else _with_times(users, histories, times)
+        answers = held.recommender.recommend_lists(given, **asked)
+        return {**held.named, "lists": [_as_json(*each) for each in zip(users, answers, strict=True)]}
+
+    def similar(self, item: Any, k: Any = None) -> dict[str, Any]:
+        """The k ``items`` (10 unless given) most like one, with their ``scores``.
+
+        Beside them ``run``, ``weights`` and the ``item``.
+
+        Raises:
+            UserError: an unknown item, or a k that is none or beyond the limit.
+        """
+        held = self._held
+        found = held.recommender.similar_items(item, self._checked_k(k))
+        return {**held.named, "item": item, "items": found["item"].tolist(), "scores": found["score"].tolist()}
+
+    def _checked_k(self, k: Any) -> int:
+        k = min(10, self.limits.k) if k is None else k
+        check_k(k)
+        if k > self.limits.k:
+            raise UserError(f"k is {k:,}, and this service makes lists of up to {self.limits.k:,}; ask for fewer")
+        return int(k)
+
+    def _load(self) -> Held:
+        """The run as it stands now, after an answer: the first one builds what the others use."""
+        identity = _identity(self.path)  # before: a run that is put there meanwhile is loaded next
+        recommender = Recommender.load(self.path)
+        known = recommender.item_vectors().items[:1].tolist()
+        recommender.recommend_lists(_with_times([0, 1], [known, []], [[0], []]), 1, fallback="popular")
+        return Held(recommender, identity)
+
+
+def _identity(path: Path) -> Identity | None:
+    """What tells the runs in one place apart; None where none is finished."""
+    file = RunFolder(Path(os.path.realpath(path))).metrics_file  # which is written last
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return str(file), found.st_ino, found.st_mtime_ns
+
+
+def _with_times(users: Sequence[Any], histories: Any, times: Any) -> Any:
+    """Histories as a frame of events; of users without one there is a blank item, which no model knows."""
+    if isinstance(histories, Mapping) and isinstance(times, Mapping):
+        times = [times.get(user, ()) for user in users]
+        histories = list(histories.values())
+    if isinstance(histories, Mapping) or not isinstance(times, list) or len(times) != len(users):
+        raise UserError("times and histories have different forms; give a list of times for each history")
+    rows: list[tuple[Any, Any, Any]] = []
+    for user, items, own in zip(users, histories, times, strict=True):
+        items, own = as_list(items, f"the history of user {user!r} is"), as_list(own, f"times of user {user!r} is")
+        if len(items) != len(own):
+            raise UserError(f"user {user!r} has {len(items)} items and {len(own)} times; give a time for each item")
+        for time in own:
+            if not (is_whole(time) and -(2**63) <= time < 2**63):
+                raise UserError(f"a time of user {user!r} is {_shown(time)}; give whole numbers of 64 bits")
+        rows += [(user, *event) for event in zip(items, own, strict=True)] or [(user, None, None)]
+    known = [time for _, _, time in rows if time is not None]
+    if not known:
+        return dict.fromkeys(users, ())
+    user, item, time = (list(column) for column in zip(*rows, strict=True))
+    filled = np.array([known[0] if one is None else one for one in time], np.int64)
+    return pd.DataFrame({"user_id": pd.Series(user, dtype=object), "item_id": pd.Series(item, dtype=object),
+                         USUAL_TIME: filled})  # fmt: skip
+
+
+def _as_json(user: Any, answer: Recommended) -> dict[str, Any]:
+    return {"user": user, **answer._asdict()}
+
+
+def _shown(value: Any) -> str:
+    return " ".join(repr(value).split())[:60]
