@@ -66,6 +66,7 @@ WORDS = {"tab": "\t", "comma": ",", "semicolon": ";", "pipe": "|", "space": " "}
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _DIGITS = re.compile(r"(\d+)")
 UNIT_SEPARATOR = b"\x1f"  # stands for a separator that is not one ASCII character while arrow reads
+UNPACKED_RATIO, UNPACKED_AT_LEAST = 500, 2**28  # of a gzip file: times its size, and bytes
 BLOCK = 16 << 20  # bytes that arrow reads at once; no row may be longer
 
 
@@ -262,8 +263,35 @@ def is_gzip(path: Path) -> bool:
 
 
 def open_bytes(path: Path) -> BinaryIO | gzip.GzipFile:
-    """The content, unpacked."""
-    return gzip.open(path, "rb") if is_gzip(path) else path.open("rb")
+    """The content, unpacked as it is read."""
+    return _Unpacked(path) if is_gzip(path) else path.open("rb")
+
+
+class _Unpacked(gzip.GzipFile):
+    """A gzip file that is refused where it unpacks to what no log does: a small one could fill the memory."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "rb")
+        self.allowed = max(UNPACKED_AT_LEAST, UNPACKED_RATIO * path.stat().st_size)
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is not None and size >= 0:
+            return self._counted(super().read(size))
+        return b"".join(iter(lambda: self._counted(gzip.GzipFile.read(self, BLOCK)), b""))
+
+    def read1(self, size: int = -1) -> bytes:
+        return self._counted(super().read1(size))
+
+    def readline(self, size: int | None = -1) -> bytes:
+        return self._counted(super().readline(size))
+
+    def _counted(self, data: bytes) -> bytes:
+        if self.tell() > self.allowed:
+            raise UserError(
+                f"{self.name} unpacks to more than {self.allowed / 2**30:.1f} GiB, {UNPACKED_RATIO} times its size, "
+                "which no log of events does; unpack it yourself if it is one"
+            )
+        return data
 
 
 # Delimited text
@@ -282,7 +310,7 @@ def _read_delimited(
         raise UserError(f"{error}; for a file without a header give the names of all its columns") from None
     chosen = {f"c{names.index(name)}": name for name in wanted}
     quoted, delimiter = _is_quoted(kind, separator), separator
-    source = pa.input_stream(str(path), compression="gzip" if is_gzip(path) else None)
+    source = pa.PythonFile(open_bytes(path), "r") if is_gzip(path) else pa.input_stream(str(path))
     if not _arrow_takes(separator):
         source, delimiter = pa.BufferReader(_with_unit_separators(path, separator)), UNIT_SEPARATOR.decode()
     first_row = 1 if columns is None else 0

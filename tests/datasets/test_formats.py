@@ -10,7 +10,7 @@ import re
 import pandas as pd
 import pytest
 
-from recbft.datasets import Dataset, Preparation, read_table
+from recbft.datasets import Dataset, Preparation, formats, read_table
 from recbft.datasets.formats import column_names, reading
 from recbft.errors import RunError, UserError
 
@@ -388,3 +388,14 @@ def test_a_message_about_a_file_has_a_length_that_can_be_read(tmp_path):
     assert len(str(raised.value)) < 500
     for error in (UserError, RunError):
         assert len(str(error("x" * 10**6))) < 2000
+
+
+def test_a_small_gzip_file_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "UNPACKED_AT_LEAST", 2**20)
+    monkeypatch.setattr(formats, "UNPACKED_RATIO", 50)
+    rows = {".csv.gz": (b"user_id,item_id\n", b"1,2\n"), ".json.gz": (b"", b'{"user_id": 1, "item_id": 2}\n')}
+    for suffix, (header, row) in rows.items():
+        path = tmp_path / f"log{suffix}"
+        path.write_bytes(gzip.compress(header + row * (12_000_000 // len(row))))
+        with pytest.raises(UserError, match=r"log.*\.gz unpacks to more than .* GiB, 50 times its size"):
+            read_table(path, ["user_id", "item_id"])
