@@ -11,8 +11,9 @@ RUN apt-get update \
 
 WORKDIR /opt/recbft
 COPY constraints.txt ./
-RUN pip install --no-cache-dir -c constraints.txt --index-url https://download.pytorch.org/whl/cpu \
-        --extra-index-url https://pypi.org/simple torch
+# --build-arg TORCH_INDEX=ADDRESS looks for PyTorch in one more index, such as that of its smaller builds for CPUs.
+ARG TORCH_INDEX=""
+RUN pip install --no-cache-dir -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY recbft recbft
 COPY cli cli

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from recbft.datasets.dataset import Dataset
-from recbft.evaluation.score_blocks import align, score_block, user_blocks
+from recbft.evaluation.probability import score_rows
 from recbft.evaluation.views import evaluation_mode, some_users, states_of_view, view_of
 from recbft.models.contract import SequenceModel
 
@@ -40,13 +40,9 @@ def fit_new_item_bias(model: SequenceModel, dataset: Dataset, *, memory_mb: floa
     with torch.inference_mode(), evaluation_mode(model):
         table = model.item_table()
         states, _ = states_of_view(model, dataset, some, table.weight.device)
-        states, candidates = align(states, table)
-        num_items, new = len(candidates.weight), new.to(states.device)
-        rows, _, chunks = user_blocks(states, num_items, memory_mb)
-        room = states.new_empty(rows * num_items)
-        found = []
-        for users in chunks:
-            scores = score_block(states[users], candidates, slice(0, num_items), room).double()
+        new, found = new.to(states.device), []
+        for block, _ in score_rows(states, table, some.target, memory_mb):
+            scores = block.double()
             found.append(scores[:, new].logsumexp(dim=1) - scores[:, ~new].logsumexp(dim=1))
     return _solved(torch.cat(found).cpu().numpy(), share)
 

@@ -276,7 +276,7 @@ def predicted(
         memory_mb: bound on the scores that are alive at a time; at least one user's are.
     """
     found: list[list[Tensor]] = [[] for _ in calibrations]
-    for scores, own in _rows(states, table, targets, memory_mb):
+    for scores, own in score_rows(states, table, targets, memory_mb):
         best = scores.topk(min(max(ks), scores.shape[1]), dim=1).indices
         for (temperature, lapse), parts in zip(calibrations, found, strict=True):
             z = scores / temperature
@@ -298,7 +298,9 @@ def _predicted(columns: Tensor, ks: Sequence[int]) -> Predicted:
     return Predicted(nll, entropy, {k: top[:, min(k, top.shape[1]) - 1].contiguous().numpy() for k in ks})
 
 
-def _rows(states: Tensor, table: ItemTable, targets: IntArray, memory_mb: float) -> Iterator[tuple[Tensor, Tensor]]:
+def score_rows(
+    states: Tensor, table: ItemTable, targets: IntArray, memory_mb: float
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Scores of some users for all items, (n, V), to be overwritten at will, and their targets' columns, (n, 1)."""
     states, candidates = align(states, table)
     num_items = len(candidates.weight)

@@ -86,9 +86,10 @@ class ItemBelief(TrainedPart):
         self._neighbours: tuple[Tensor, Tensor] | None = None
 
     @property
-    def width(self) -> int:
-        """How much wider (6.16) makes states and items: F, or 0 without content in the score."""
-        return self.content.shape[1] if self.num_events else 0
+    def kappa(self) -> Tensor:
+        """How many events the prior is worth, (6.13)."""
+        assert self.kappa_logit is not None
+        return (CAUTION * self.kappa_logit).exp()
 
     @property
     def has_events(self) -> Tensor:
@@ -109,7 +110,7 @@ class ItemBelief(TrainedPart):
             return own
         of_items = own[:V1]
         if self.kappa_logit is not None:  # (6.13)
-            of_items = (counts / (counts + (CAUTION * self.kappa_logit).exp()))[:, None] * of_items
+            of_items = (counts / (counts + self.kappa))[:, None] * of_items
         if self.arm == "content":
             of_items = 0 * of_items
         if self.prior is not None:
@@ -147,8 +148,7 @@ class ItemBelief(TrainedPart):
         """kappa / (c + kappa): what is left of the prior after so many events; without kappa all or nothing."""
         if self.kappa_logit is None:
             return (counts == 0).to(self.counts.dtype)
-        kappa = (CAUTION * self.kappa_logit).exp()
-        return kappa / (counts + kappa)
+        return self.kappa / (counts + self.kappa)
 
     def state(self, batch: Batch, at: Tensor) -> Tensor:
         """g of (6.15), (N, F), at tokens counted through the rows, (N,)."""
@@ -174,7 +174,7 @@ class ItemBelief(TrainedPart):
 
         An item is none of its own neighbours; similarity is 0 where there are fewer than K that are similar at all.
         """
-        if self._neighbours is None or self._neighbours[1].device != self.content.device:
+        if self._neighbours is None:
             with torch.no_grad():
                 chosen = self.has_events.nonzero()[:, 0]
                 others = self.content[chosen]
