@@ -26,8 +26,12 @@ from recbft_cli.options import (
     MinUserEvents,
     Separator,
     Session,
+    SplitColumn,
+    TestFile,
     Time,
     User,
+    ValidationFile,
+    Weight,
     Where,
     from_shell,
 )
@@ -109,6 +113,10 @@ def show(
     item: Item = None,
     time: Time = None,
     session: Session = None,
+    weight: Weight = None,
+    split_column: SplitColumn = None,
+    validation: ValidationFile = None,
+    test: TestFile = None,
     separator: Separator = None,
     columns: Columns = None,
     k_core: KCore = None,
@@ -144,6 +152,10 @@ def prepare(
     item: Item = None,
     time: Time = None,
     session: Session = None,
+    weight: Weight = None,
+    split_column: SplitColumn = None,
+    validation: ValidationFile = None,
+    test: TestFile = None,
     separator: Separator = None,
     columns: Columns = None,
     k_core: KCore = None,
@@ -158,7 +170,8 @@ def prepare(
     from recbft.datasets.loading import source_files_of
     from recbft.system.files import refuse_input
 
-    source_files = source_files_of(source, data_root)
+    others = [file for file in (validation, test) if file is not None]
+    source_files = [file for name in (source, *others) for file in source_files_of(name, data_root)]
     for file in source_files:
         refuse_input(out, file)
     dataset = _load(locals())
@@ -228,13 +241,18 @@ def _export(dataset: Dataset, folder: Path, sources: list[Path]) -> Path:
     from recbft.datasets.atomic import save_atomic
     from recbft.system.files import refuse_input, write_atomic
 
+    if dataset.parts is not None:
+        raise UserError("a split of the data's own cannot be written for RecBole; take --to parquet")
     name = _recbole_name(dataset.name)
     for source in sources:
         refuse_input(folder / name / f"{name}.inter", source)
     save_atomic(dataset, folder, name)
     config = folder.resolve() / f"{name}.yaml"
     title = f"{dataset.name}: {dataset.num_users:,} users, {dataset.num_items:,} items, {dataset.num_events:,} events"
-    write_atomic(config, _ready_to_run(title, config, name, has_times=dataset.times is not None).encode())
+    text = _ready_to_run(title, config, name, has_times=dataset.times is not None)
+    if dataset.weights is not None:
+        text += "weight: weight                  # for recbft train\n"
+    write_atomic(config, text.encode())
     return config
 
 
@@ -262,7 +280,7 @@ def _load(options: dict[str, Any]) -> Dataset:
 
 
 def _print_statistics(dataset: Dataset) -> None:
-    from recbft.datasets.statistics import describe
+    from recbft.datasets.statistics import describe, split_remarks
 
     figures = describe(dataset)
     lengths = "  ".join(f"{name} {value:g}" for name, value in figures.length_quantiles.items())
@@ -282,11 +300,14 @@ def _print_statistics(dataset: Dataset) -> None:
         ["users whose last two are tied", _share(figures.tied_last_two)],
         ["test items unseen in training", _share(figures.unseen_targets)],
         ["repeated events", _share(figures.repeated_events)],
+        *([] if figures.weights is None else [["weights", figures.weights]]),
         ["content hash", figures.content_hash],
         ["target hash", figures.target_hash],
     ]
     width = max(len(row[0]) for row in rows)
     say("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+    for line in split_remarks(dataset):
+        say(line)
     dropped = dataset.preparation.get("dropped", {})
     for name, number in dropped.items():
         if number:

@@ -49,6 +49,23 @@ Session = Annotated[
     str | None,
     typer.Option("--session", metavar="COLUMN", help="Each session is a history; with --user, each of a user's."),
 ]
+Weight = Annotated[
+    str | None,
+    typer.Option(
+        "--weight",
+        metavar="COLUMN",
+        help="Number >= 0 per event, which multiplies its loss and its count in precision; 0 teaches nothing.",
+    ),
+]
+SplitColumn = Annotated[
+    str | None,
+    typer.Option("--split-column", metavar="COLUMN", help="Says train, valid or test of each event: your own split."),
+]
+ValidationFile = Annotated[
+    str | None,
+    typer.Option("--validation", metavar="FILE", help="Events that validate, where -d has those that train."),
+]
+TestFile = Annotated[str | None, typer.Option("--test", metavar="FILE", help="Events that test, beside --validation.")]
 Separator = Annotated[
     str | None,
     typer.Option(
@@ -112,9 +129,8 @@ def from_shell(**options: Any) -> dict[str, Any]:
     from recbft.config.fields import Verbatim
 
     given = {name: value for name, value in options.items() if value not in (None, [])}
-    given |= {
-        name: Verbatim(given[name]) for name in ("user", "item", "time", "session", "separator") if name in given
-    }  # "none", "~"
+    texts = ("user", "item", "time", "session", "weight", "split_column", "validation", "test", "separator")
+    given |= {name: Verbatim(given[name]) for name in texts if name in given}  # "none", "~"
     if "columns" in given:
         given["columns"] = [column.strip() for column in given["columns"].split(",")]
     return given

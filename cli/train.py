@@ -19,8 +19,12 @@ from recbft_cli.options import (
     Model,
     Separator,
     Session,
+    SplitColumn,
+    TestFile,
     Time,
     User,
+    ValidationFile,
+    Weight,
     from_shell,
     refuse_given,
 )
@@ -37,6 +41,8 @@ EXAMPLES = """Examples:
 recbft train -m sasrec -d amazon-beauty --arm bft --data-root DIR --set epochs=50
 
 recbft train -d ratings.csv --user who --item what --time when
+
+recbft train -d train.csv --validation valid.csv --test test.csv --time when
 
 recbft train --config configs/quickstart.yaml
 
@@ -69,6 +75,10 @@ def train(
     item: Item = None,
     time: Time = None,
     session: Session = None,
+    weight: Weight = None,
+    split_column: SplitColumn = None,
+    validation: ValidationFile = None,
+    test: TestFile = None,
     separator: Separator = None,
     columns: Columns = None,
     seed: Annotated[
@@ -127,8 +137,8 @@ def train(
         from recbft.training.run_config import load_run_config
 
         data = from_shell(
-            user=user, item=item, time=time, session=session, separator=separator, columns=columns,
-            items=items, item_kinds=item_kinds,
+            user=user, item=item, time=time, session=session, weight=weight, split_column=split_column,
+            validation=validation, test=test, separator=separator, columns=columns, items=items, item_kinds=item_kinds,
         )  # fmt: skip
         if warm_start is not None and not config:
             older = RunFolder.open(warm_start)

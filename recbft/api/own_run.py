@@ -72,7 +72,8 @@ class TrainedRun(NamedTuple):
 
     def aligned(self, dataset: Dataset) -> Dataset:
         """``Recommender.aligned``; see there."""
-        dataset = self.config.data.split_as_asked(dataset)
+        if dataset.parts is not None or self.config.data.splitting().split != "given":
+            dataset = self.config.data.split_as_asked(dataset)  # else other data, which have no split of their own
         if dataset.content_hash == self.protocol["content_hash"] and dataset.splitting != self.config.data.splitting():
             raise UserError(
                 f"data set {dataset.name!r} is split as {dataset.splitting.chosen()}, and {self.run.path} was trained "

@@ -20,7 +20,7 @@ from recbft.datasets.dataset import Dataset
 from recbft.errors import UserError
 from recbft.system.files import make_folder, write_atomic
 
-HEADER = "user_id:token\titem_id:token\ttimestamp:float\n"
+HEADER = "user_id:token\titem_id:token\ttimestamp:float"
 
 
 def save_atomic(dataset: Dataset, folder: str | Path, name: str) -> Path:
@@ -36,11 +36,14 @@ def save_atomic(dataset: Dataset, folder: str | Path, name: str) -> Path:
     if times is None:
         times = np.arange(dataset.num_events) - np.repeat(dataset.offsets[:-1], dataset.lengths)
     frame = pd.DataFrame({"user": users, "item": items, "time": times})
+    header = HEADER
+    if dataset.weights is not None:
+        frame, header = frame.assign(weight=dataset.weights), HEADER + "\tweight:float"
     path = Path(folder) / name / f"{name}.inter"
     make_folder(path.parent)
 
     def write(file: BinaryIO) -> None:
-        file.write(HEADER.encode())
+        file.write(f"{header}\n".encode())
         frame.to_csv(file, sep="\t", index=False, header=False, lineterminator="\n", quoting=3)
 
     write_atomic(path, write)

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from recbft.datasets.samples import IntArray, SampleKind, Samples, ranges
 
+FloatArray = NDArray[np.float64]
 HISTORIES_PER_BATCH = 256  # read at once in evaluation; on a CPU more take more memory and no less time
 
 
 class Batch(NamedTuple):
-    """Packed histories; all tensors int64."""
+    """Packed histories; all tensors int64 but for the weights, which are float64."""
 
     items: Tensor  # (B, T) item index, 0 padding
     segment: Tensor  # (B, T) history number within the batch, -1 padding
@@ -37,17 +38,18 @@ class Batch(NamedTuple):
     next_time: Tensor | None = None  # (B, T) time of the event after each token, for models that are shown it
     earlier: Tensor | None = None  # (E,) items that stand before what is read, history by history; None where not asked
     num_earlier: Tensor | None = None  # (S,) how many of them are each history's
+    weight: Tensor | None = None  # (B, T) of each target, 0 elsewhere; None where all count alike
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device, in one copy that is not waited for where the device allows it."""
         if torch.device(device) == self.items.device:
             return self
         own = [x for x in self if x is not None]
-        joined = torch.cat([x.flatten() for x in own])
+        joined = torch.cat([x.view(torch.int64).flatten() for x in own])  # of floats their bits
         if joined.device.type == "cpu" and torch.cuda.is_available():
             joined = joined.pin_memory()
         parts = iter(joined.to(device, non_blocking=True).split([x.numel() for x in own]))
-        return Batch(*(None if x is None else next(parts).view(x.shape) for x in self))  # type: ignore[arg-type]
+        return Batch(*(None if x is None else next(parts).view(x.dtype).view(x.shape) for x in self))  # type: ignore[arg-type]
 
     def with_last_targets(self) -> Batch:
         """The batch with the target of each history's last token alone."""
@@ -55,6 +57,24 @@ class Batch(NamedTuple):
         target = torch.zeros_like(self.target).flatten()
         target[self.last] = self.target.flatten()[self.last]
         return self._replace(target=target.view_as(self.target))
+
+    def with_weights_alone(self) -> Batch:
+        """The batch without the targets of weight 0; where it has none else the first stays, and teaches nothing."""
+        if self.weight is None:
+            return self
+        assert self.target is not None
+        learns = (self.target > 0) & (self.weight > 0)
+        if not learns.any():
+            first = (self.target > 0).flatten().to(torch.uint8).argmax()
+            learns.view(-1)[first] = True
+        return self._replace(target=self.target * learns, weight=self.weight * learns)
+
+    @property
+    def learned_weight(self) -> float:
+        """What the targets count together: their number where all count alike."""
+        assert self.target is not None
+        learns = self.target > 0
+        return float(learns.sum() if self.weight is None else self.weight[learns].sum())
 
     def of_rows(self, rows: Tensor) -> Batch:
         """What some rows hold, (R,), as a batch of its own, whose histories are counted anew."""
@@ -80,6 +100,7 @@ def pack_histories(
     stop: IntArray,
     *,
     times: IntArray | None = None,
+    weights: FloatArray | None = None,
     with_targets: bool = False,
     with_next_times: bool = False,
     append: int | None = None,
@@ -91,6 +112,8 @@ def pack_histories(
         items: all events, (E,), item indices >= 1.
         start, stop: bounds of each history, (S,), stop > start, or stop >= start with ``append``.
         times: time per event, (E,), or None.
+        weights: of every event as a target, (E,), or None: each token gets that of its target, the event itself
+            without ``with_targets``.
         with_targets: the history's target at its last token is ``items[stop]``, which the caller warrants to exist.
         with_next_times: every token gets the time of the event after it, with the same warrant for ``times[stop]``.
         append: an item put after each history's last event, such as a mask, at the time of that event.
@@ -112,8 +135,8 @@ def pack_histories(
         appended = np.cumsum(lengths) - 1
         event[appended] = np.maximum(event[appended] - 1, 0)  # whatever stands there is replaced; its time is kept
 
-    def fill(values: IntArray, empty: int) -> Tensor:
-        grid = np.full(num_rows * width, empty, dtype=np.int64)
+    def fill(values: IntArray | FloatArray, empty: int) -> Tensor:
+        grid = np.full(num_rows * width, empty, dtype=values.dtype)
         grid[cell] = values
         return torch.from_numpy(grid.reshape(num_rows, width))
 
@@ -131,6 +154,7 @@ def pack_histories(
         next_time=fill(times[event + 1], 0) if times is not None and with_next_times else None,
         earlier=None if first is None else torch.from_numpy(items[ranges(first, start)]),
         num_earlier=None if first is None else torch.from_numpy(start - first),
+        weight=None if weights is None else fill(weights[event + with_targets], 0),
     )
 
 
@@ -216,11 +240,13 @@ class TrainingBatches(EpochBatches):
         seed: int,
         samples: SampleKind = "last",
         times: IntArray | None = None,
+        weights: FloatArray | None = None,
         with_next_times: bool = False,
         with_earlier: bool = False,
     ) -> None:
         trainable = stop - start >= 2
         self.items, self.times, self.batch_size, self.seed = items, times, batch_size, seed
+        self.weights = _telling(weights, start, stop)
         self.with_next_times, self.with_earlier = with_next_times, with_earlier
         # Inputs end one event before the last training event, which is the last target.
         self.samples = Samples(samples, start[trainable], stop[trainable] - 1, length=max_length, seed=seed)
@@ -232,12 +258,14 @@ class TrainingBatches(EpochBatches):
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """The batches of one epoch, in that epoch's order."""
-        how: dict[str, Any] = {"times": self.times, "with_targets": True, "with_next_times": self.with_next_times}
+        how: dict[str, Any] = {"times": self.times, "weights": self.weights}
+        how |= {"with_targets": True, "with_next_times": self.with_next_times}
         start, stop, first = self.samples.of_epoch(epoch)
         for chosen in self._chosen(epoch, start.size):
             how["first"] = first[chosen] if self.with_earlier else None
             batch = pack_histories(self.items, start[chosen], stop[chosen], **how)
-            yield batch.with_last_targets() if self.samples.kind == "prefixes" else batch
+            batch = batch.with_last_targets() if self.samples.kind == "prefixes" else batch
+            yield batch.with_weights_alone()
 
 
 class ClozeBatches(EpochBatches):
@@ -270,11 +298,13 @@ class ClozeBatches(EpochBatches):
         last_item_probability: float = 0.5,
         mask_seed: int = 0,
         times: IntArray | None = None,
+        weights: FloatArray | None = None,
         cut: bool = True,
         with_earlier: bool = False,
     ) -> None:
         trainable = stop - start >= 2
         self.items, self.times, self.batch_size, self.seed = items, times, batch_size, seed
+        self.weights = _telling(weights, start, stop)
         self.samples = Samples(samples, start[trainable], stop[trainable], length=max_length, least=2, seed=seed)
         self.mask, self.mask_seed = mask, mask_seed
         self.mask_probability, self.last_item_probability = mask_probability, last_item_probability
@@ -309,11 +339,13 @@ class ClozeBatches(EpochBatches):
         if times is not None:
             asked = (end - 1)[masked[end - 1]]
             times[asked] = times[asked - 1]
-        batch = pack_histories(np.where(masked, self.mask, items), end - kept, end, times=times)
+        weights = None if self.weights is None else self.weights[event]
+        batch = pack_histories(np.where(masked, self.mask, items), end - kept, end, times=times, weights=weights)
         if self.with_earlier:
             earlier = torch.from_numpy(self.items[ranges(whole, start)])
             batch = batch._replace(earlier=earlier, num_earlier=torch.from_numpy(start - whole))
-        return batch._replace(target=pack_histories(np.where(masked, items, 0), end - kept, end).items)
+        target = pack_histories(np.where(masked, items, 0), end - kept, end).items
+        return batch._replace(target=target).with_weights_alone()
 
     def _draw(self, entropy: list[int], lengths: IntArray) -> _Masks:
         """What is masked of pieces of these lengths."""
@@ -340,6 +372,14 @@ class _Masks(NamedTuple):
     def of(self, chosen: IntArray) -> _Masks:
         """Those of some pieces."""
         return _Masks(self.masked, self.first[chosen], self.kept[chosen])
+
+
+def _telling(weights: FloatArray | None, start: IntArray, stop: IntArray) -> FloatArray | None:
+    """The weights of all events, or None where those that train count alike: a mean is the same without them."""
+    if weights is None:
+        return None
+    train = weights[ranges(start, stop)]
+    return None if train.size and train.min() == train.max() > 0 else weights
 
 
 def place_histories(lengths: IntArray, width: int | None = None) -> tuple[IntArray, IntArray, int, int]:

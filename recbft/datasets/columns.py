@@ -58,6 +58,21 @@ def as_table(frame: Any, wanted: Sequence[str] | None, name: str) -> Any:
     raise UserError(f"a {type(frame).__name__} is not a table; give a pandas data frame or a pyarrow table")
 
 
+def joined_tables(tables: Sequence[Any], wanted: Sequence[str], sources: Sequence[str]) -> Any:
+    """The rows of several tables in one of the wanted columns; those of unlike types are joined as text."""
+    for table, source in zip(tables, sources, strict=True):
+        check_columns(table.column_names, wanted, source)
+    made: dict[str, Any] = {}
+    for name in dict.fromkeys(wanted):
+        parts = [flat(table, name) for table in tables]
+        try:
+            joined = pa.concat_tables([pa.table({name: part}) for part in parts], promote_options="permissive")
+            made[name] = joined.column(name)
+        except pa.ArrowException:
+            made[name] = pa.chunked_array([part.cast(pa.large_string()) for part in parts])
+    return pa.table(made)
+
+
 def flat(table: Any, name: str) -> Any:
     """One column as one array, dictionaries (pandas categories) decoded."""
     column = table.column(name)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from recbft.datasets.dataset import Dataset
+from recbft.datasets.dataset import Dataset, check_parts_named
 from recbft.datasets.features import kinds_in
 from recbft.datasets.formats import ending, is_there, whole_path
 from recbft.datasets.loading import AUTO, DATA_ROOT_VARIABLE, SYNTHETIC, default_dataset, is_known, place_of
@@ -17,7 +17,9 @@ from recbft.datasets.prepare import Preparation
 from recbft.datasets.split import SETTINGS, Point, Splitting
 from recbft.errors import MissingColumnError, UserError
 
-READ_BY = ("user", "item", "time", "session", "separator", "columns")  # how a file is read
+# how a file is read, and those beside it
+READ_BY = ("user", "item", "time", "session", "weight", "split_column", "validation", "test", "separator", "columns")
+PART_FILES = ("validation", "test")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,10 @@ class DataConfig:
     item: str | None = None
     time: str | None = None
     session: str | None = None  # each of its values a history: instead of a user, or of each user
+    weight: str | None = None  # a number >= 0 per event, which multiplies its loss as a target; 0 teaches nothing
+    split_column: str | None = None  # says train, valid or test of each event: a split of the data's own
+    validation: str | None = None  # a file of the events that validate, where dataset holds those that train
+    test: str | None = None  # and one of those that test
     separator: str | None = None
     columns: tuple[str, ...] | None = None  # the names of all columns of a delimited file without a header
     k_core: int = 0
@@ -47,7 +53,8 @@ class DataConfig:
     # Files of item features: a table, and .npy files with a vector for each of its rows; "auto": RecBole's .item file.
     items: tuple[str, ...] | None = None
     item_kinds: tuple[str, ...] | None = None  # COLUMN=KIND, where a column's kind is not to be guessed
-    split: Literal["leave_one_out", "global_time"] | None = None  # None: leave_one_out
+    # None: leave_one_out, and given with data that have a split of their own
+    split: Literal["leave_one_out", "global_time", "given"] | None = None
     split_at: Point | None = None  # where training ends: a share of the events such as 0.8, a date, or a time
     test_at: Point | None = None  # where the test begins; None: half of what is left after split_at
     split_targets: Literal["all", "first", "successive"] | None = None  # of a user in a part; None: all
@@ -62,6 +69,7 @@ class DataConfig:
                 raise UserError("item_kinds has no effect without items; leave it out, or name a file of item features")
             kinds_in(self.item_kinds)
         self.preparation()  # checks the values it holds
+        check_parts_named(self.split_column, self.validation, self.test)
         self.splitting()
 
     @classmethod
@@ -86,7 +94,8 @@ class DataConfig:
         A warning says so where a stand-in takes the default's place.
         """
         items = self.items and tuple(file if file == AUTO else whole_path(file) for file in self.items)
-        lasting = replace(self, items=items)
+        parts = {key: None if (file := getattr(self, key)) is None else whole_path(file) for key in PART_FILES}
+        lasting = replace(self, items=items, validation=parts["validation"], test=parts["test"])
         if self.dataset is not None:
             with suppress(UserError):  # it is not there, as who reads it says
                 found = place_of(self.dataset, self.data_root)["dataset"]
@@ -116,7 +125,7 @@ class DataConfig:
         asked, own = self.splitting(), dataset.splitting
         if asked.is_plain or own == asked:
             return dataset
-        if own.is_plain:
+        if own.is_plain or (own == Splitting(split="given") and asked.split == "given"):
             return dataset.with_split(**asked.chosen())
         raise UserError(
             f"data set {dataset.name!r} has the split {own.chosen()}, and the settings ask for {asked.chosen()}; give "
@@ -139,11 +148,19 @@ class DataConfig:
         """
         own = self.dataset if dataset is None else dataset
         place = replace(self, dataset=own, data_root=data_root or self.data_root)
+        no_split: dict[str, Any] = {"split": None, "split_targets": None}
+        if dataset is not None and self.validation is not None:  # other data have no such files beside them
+            place = replace(place, validation=None, test=None, **no_split)
         try:
             if ending(Path(str(place.dataset))) != ending(Path(str(self.dataset))):
                 place = replace(place, separator=None, columns=None)
             return replace(place, **how).load()
         except UserError as error:
+            missing = error.column if isinstance(error, MissingColumnError) else None
+            if dataset is not None and missing is not None and missing == self.weight:  # trained by, not evaluated
+                return replace(self, weight=None).load_again(dataset, data_root, **how)
+            if dataset is not None and missing is not None and missing == self.split_column:
+                return replace(self, split_column=None, **no_split).load_again(dataset, data_root, **how)
             if dataset is not None:
                 raise
             give = "give it with -d, in Python as dataset"
@@ -181,7 +198,7 @@ class DataConfig:
         """Refuse settings that would have made another data set than one that is given."""
         made = dataset.preparation.get("filters", {})
         for key in READ_BY:
-            if getattr(self, key) not in (None, dataset.columns.get(key)):
+            if getattr(self, key) not in (None, dataset.columns.get(key), dataset.place.get(key)):
                 raise UserError(
                     f"data.{key} is {getattr(self, key)!r}, but a data set is given, which has its columns; "
                     "leave it out"
@@ -204,4 +221,9 @@ class DataConfig:
 
     def splitting(self) -> Splitting:
         """How the data set is split."""
-        return Splitting.of(vars(self))
+        own = next((key for key in ("split_column", *PART_FILES) if getattr(self, key) is not None), None)
+        if own is not None and self.split not in (None, "given"):
+            raise UserError(
+                f"split is {self.split!r}, but {own} names a split of the data's own; leave one of them out"
+            )
+        return Splitting.of(vars(self) if own is None else {**vars(self), "split": "given"})

@@ -29,12 +29,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
-from recbft.datasets.columns import SPREADSHEET_NUMBER, as_table, flat, stands_for_nothing, whole_numbers_of
-from recbft.datasets.events import USUAL_TIME, Events
+from recbft.datasets.columns import (
+    SPREADSHEET_NUMBER,
+    as_table,
+    flat,
+    joined_tables,
+    stands_for_nothing,
+    whole_numbers_of,
+)
+from recbft.datasets.events import Events
 from recbft.datasets.features import ItemFeatures
 from recbft.datasets.hashing import sha256_of, text_parts
 from recbft.datasets.loading import (
     AUTO,
+    CANONICAL,
     METADATA_KEY,
     SYNTHETIC,
     Counts,
@@ -44,6 +52,7 @@ from recbft.datasets.loading import (
     place_of,
     root_folder,
 )
+from recbft.datasets.parts import PART_COLUMN, PARTS, with_parts
 from recbft.datasets.prepare import MIN_HISTORY, Preparation, prepare
 from recbft.datasets.row_order import time_columns, warn_if_rows_are_unordered
 from recbft.datasets.split import Split, Splitting, make_split
@@ -59,7 +68,8 @@ DEFAULT_PREPARATION = Preparation()
 class Dataset:
     """Histories; users are numbered by first appearance in the source, items in the histories.
 
-    Those of at least 3 events are tested; others, where they were asked for, come after them and only train.
+    Those of at least 3 events are tested; others, where they were asked for, come after them and only train. Where the
+    events say themselves what they are for (``parts``), a user's are in the order of these, and any number is enough.
 
     User u's history, oldest first, is ``items[offsets[u] : offsets[u + 1]]``, item indices 1..V. The arrays belong to
     the data set: do not write to them.
@@ -71,9 +81,11 @@ class Dataset:
     times: NDArray[np.int64] | None  # (E,) None where the data has no real times
     user_ids: NDArray[Any]  # (U,) int64, or object holding str
     item_ids: NDArray[Any]  # (V,) int64, or object holding str
+    weights: NDArray[np.float64] | None = None  # (E,) how much each event counts as something to learn
+    parts: NDArray[np.int8] | None = None  # (E,) a place in ``PARTS``, of data with a split of their own
     preparation: dict[str, Any] = field(default_factory=dict)  # source, filters, counts before and after; JSON-able
-    # user, item, time, and session where there is one: the columns of the frame or file it was made of, None for those
-    # that a card or a canonical file has; empty where it is one of these as it stands
+    # user, item, time, and session, weight and split_column where there is one: the columns of the frame or file it was
+    # made of, None for those that a card or a canonical file has; empty where it is one of these as it stands
     columns: dict[str, str | None] = field(default_factory=dict)
     features: ItemFeatures | None = None  # of all V items, in the order of their indices
     # what ``load`` would find it by from any folder, as keys of a configuration; empty where it was not loaded
@@ -83,7 +95,8 @@ class Dataset:
     def __post_init__(self) -> None:
         assert self.offsets[0] == 0 and self.offsets[-1] == len(self.items), "offsets span the events"
         assert len(self.offsets) == len(self.user_ids) + 1 and self.lengths.min() >= 1
-        assert (np.diff((self.lengths >= MIN_HISTORY).astype(int)) <= 0).all(), "who is tested comes first"
+        are_first = (np.diff((self.lengths >= MIN_HISTORY).astype(int)) <= 0).all()
+        assert are_first or self.parts is not None, "who is tested comes first"
         assert self.items.min() >= 1 and self.items.max() <= len(self.item_ids), "item indices are 1..V"
         assert self.times is None or len(self.times) == len(self.items)
         assert self.features is None or len(self.features) == len(self.item_ids)
@@ -98,7 +111,8 @@ class Dataset:
         made = prepare(events, preparation)
         _warn_of_lost_ids(made.user_ids, np.diff(made.offsets), f"{events.source}: user")
         _warn_of_lost_ids(made.item_ids, np.bincount(made.items)[1:], f"{events.source}: item")
-        return cls(name=name, **made._asdict())
+        split = Splitting() if made.parts is None else Splitting(split="given")
+        return cls(name=name, **made._asdict(), splitting=split)
 
     @classmethod
     def from_frame(
@@ -110,6 +124,8 @@ class Dataset:
         item: str = "item_id",
         time: str | None = None,
         session: str | None = None,
+        weight: str | None = None,
+        split_column: str | None = None,
         preparation: Preparation = DEFAULT_PREPARATION,
         items: Any = None,
         item_kinds: Mapping[str, str] | None = None,
@@ -124,6 +140,10 @@ class Dataset:
                 that is called ``timestamp``, ``created_at`` or the like contradicts that order.
             session: the column of sessions, each a history: instead of a user, or beside ``user``, whose sessions are
                 then users of their own, USER/SESSION.
+            weight: the column with a number >= 0 for each event, which multiplies its loss as a target and is what it
+                counts where precision starts; an event of weight 0 is read in histories, and teaches nothing.
+            split_column: the column that says ``train``, ``valid`` or ``test`` of each event, in place of a split that
+                is made; see ``recbft.datasets.split``.
             preparation: filters and minimum counts, a ``recbft.datasets.Preparation``.
             items: what is known of the items: a frame with one row per item, a file, or ``ItemFeatures``. Its column of
                 ids is called as the events' or ``item_id``. Items without events become part of the vocabulary.
@@ -137,20 +157,43 @@ class Dataset:
         >>> dataset.items.tolist(), dataset.decode([2]).tolist()
         ([1, 2, 1], ['milk'])
         """
-        named = {"user": user, "item": item, "time": time, "session": session}
-        # pandas numbers columns too
-        named = {role: None if column is None else str(column) for role, column in named.items()}
-        roles = by_session(named)
-        roles["user"] = roles["user"] or "user_id"
-        wanted = [column for column in roles.values() if column is not None] + preparation.columns()
-        table = as_table(frame, wanted, name)
-        events = Events.from_table(table, source=name, **roles, extra=preparation.columns())
-        likely = partial(_likely_times, frame, table, wanted)
-        warn_if_rows_are_unordered(events, str(item), named["time"], likely, "the frame's", stacklevel=2)
-        made = cls.from_events(events, name=name, preparation=preparation)
-        if session is None:
-            named = {"user": roles["user"], "item": named["item"], "time": named["time"]}
-        made = replace(made, columns=named)
+        roles = {"user": user, "item": item, "time": time, "session": session}
+        events, columns = _events_of(
+            [frame], name, {**roles, "weight": weight, "split_column": split_column}, preparation
+        )
+        made = replace(cls.from_events(events, name=name, preparation=preparation), columns=columns)
+        return made if items is None else made.with_features(ItemFeatures.of(items, item=item, kinds=item_kinds))
+
+    @classmethod
+    def from_frames(
+        cls,
+        train: Any,
+        validation: Any,
+        test: Any,
+        *,
+        name: str = "frame",
+        user: str | None = None,
+        item: str = "item_id",
+        time: str | None = None,
+        session: str | None = None,
+        weight: str | None = None,
+        preparation: Preparation = DEFAULT_PREPARATION,
+        items: Any = None,
+        item_kinds: Mapping[str, str] | None = None,
+    ) -> Dataset:
+        """Make a data set of three tables: what trains, what validates and what tests.
+
+        Arguments and errors are those of ``from_frame``. A user's events of validation are ranked from those that
+        train, events of the test from both; users need not occur in all three.
+
+        >>> train = pd.DataFrame({"user_id": [1, 1, 2], "item_id": list("abc")})
+        >>> later = [pd.DataFrame({"user_id": [1], "item_id": [item]}) for item in "ca"]
+        >>> Dataset.from_frames(train, *later).split.test.target.tolist()
+        [1]
+        """
+        roles = {"user": user, "item": item, "time": time, "session": session, "weight": weight}
+        events, columns = _events_of([train, validation, test], name, {**roles, "split_column": None}, preparation)
+        made = replace(cls.from_events(events, name=name, preparation=preparation), columns=columns)
         return made if items is None else made.with_features(ItemFeatures.of(items, item=item, kinds=item_kinds))
 
     @classmethod
@@ -163,6 +206,10 @@ class Dataset:
         item: str | None = None,
         time: str | None = None,
         session: str | None = None,
+        weight: str | None = None,
+        split_column: str | None = None,
+        validation: str | Path | None = None,
+        test: str | Path | None = None,
         separator: str | None = None,
         columns: Sequence[str] | None = None,
         preparation: Preparation = DEFAULT_PREPARATION,
@@ -177,7 +224,9 @@ class Dataset:
                 ``data_root`` by its name (a file's without its ending), or ``"synthetic"`` for the seeded generator.
             data_root: the folder to look in for a name; default the environment variable ``RECBFT_DATA_ROOT``.
             user, item, time: columns of the file; default those of the card, or ``user_id``, ``item_id`` and no time.
-            session: as in ``from_frame``.
+            session, weight, split_column: as in ``from_frame``.
+            validation, test: the files of the events that validate and that test, where ``name_or_path`` holds those
+                that train; read as that is.
             separator, columns: for delimited files without a header; see ``recbft.datasets.read_table``.
             preparation: filters and minimum counts; a card's own apply where none is asked for.
             items, item_kinds: as in ``from_frame``; several files are a table and ``.npy`` files with a vector for each
@@ -187,20 +236,24 @@ class Dataset:
             UserError: unknown name, missing or damaged file, bad data.
         """
         how: dict[str, Any] = {"user": user, "item": item, "time": time, "session": session}
-        how |= {"separator": separator, "columns": columns}
+        how |= {"weight": weight, "split_column": split_column, "separator": separator, "columns": columns}
         asked = {key: value for key, value in how.items() if value is not None}
+        others = [file for file in (validation, test) if file is not None]
+        check_parts_named(split_column, validation, test)
         if str(name_or_path) == SYNTHETIC:
-            if asked or preparation != DEFAULT_PREPARATION:
+            if asked or others or preparation != DEFAULT_PREPARATION:
                 raise UserError("the synthetic data set has no file: columns and filters do not apply; leave them out")
             made = cls.from_events(synthetic_events(SyntheticConfig()), name=SYNTHETIC)
             return made if items is None else made.with_features(ItemFeatures.of(items, kinds=item_kinds))
-        found = find_events(name_or_path, data_root, asked, preparation)
+        found = find_events(name_or_path, data_root, asked, preparation, others)
         made = cls.from_events(found.events, name=found.name, preparation=found.preparation)
         if found.check is not None:
             counts = Counts(users=made.num_users, items=made.num_items, events=made.num_events)
             found.check(counts, made.content_hash)
         record = {**made.preparation, **found.record} if found.as_saved is None else found.as_saved
-        form = {key: asked[key] for key in ("separator", "columns") if key in asked}
+        form: dict[str, Any] = {key: asked[key] for key in ("separator", "columns") if key in asked}
+        named = {"validation": validation, "test": test}
+        form |= {key: place_of(file, data_root)["dataset"] for key, file in named.items() if file is not None}
         place = place_of(name_or_path, data_root) | form
         made = replace(made, preparation=record, columns=found.columns, place=place)
         if items is None:
@@ -234,7 +287,8 @@ class Dataset:
         return replace(self, item_ids=ids, features=known, preparation=preparation)
 
     def save(self, path: str | Path) -> None:
-        """Write the canonical Parquet file (user_id, item_id, timestamp if there are times), which ``load`` reads.
+        """Write the canonical Parquet file (user_id, item_id, and timestamp, weight, part where there are), which
+        ``load`` reads.
 
         It holds the events alone: features stay in their own file.
         """
@@ -243,11 +297,13 @@ class Dataset:
             raise UserError(f"{path}: the canonical file is Parquet; let its name end in .parquet")
         users = self.user_ids[np.repeat(np.arange(self.num_users), self.lengths)]
         table = {"user_id": pa.array(users), "item_id": pa.array(self.item_ids[self.items - 1])}
-        if self.times is not None:
-            table[USUAL_TIME] = pa.array(self.times)
+        parts = None if self.parts is None else np.array(PARTS, dtype=object)[self.parts]
+        more = {"time": self.times, "weight": self.weights, "split_column": parts}
+        table |= {CANONICAL[role]: pa.array(each) for role, each in more.items() if each is not None}
         of_events = {key: value for key, value in self.preparation.items() if key != "features"}
         record: dict[str, Any] = {"name": self.name, "preparation": of_events}
         record |= {"has_times": self.times is not None, "events": self.num_events}
+        record |= {"roles": [role for role, each in more.items() if each is not None]}
         write_parquet(path, pa.table(table).replace_schema_metadata({METADATA_KEY: json.dumps(record)}))
 
     @property
@@ -299,16 +355,23 @@ class Dataset:
         return self.split.training_counts(self.num_items)
 
     @cached_property
+    def training_weights(self) -> NDArray[np.int64] | NDArray[np.float64]:
+        """The sum of the weights of these events, (V+1,): their counts where events have no weights."""
+        return self.training_counts if self.weights is None else self.split.training_weights(self.num_items)
+
+    @cached_property
     def content_hash(self) -> str:
-        """SHA-256 of ids, items, offsets and times.
+        """SHA-256 of ids, items, offsets and times, and of weights and parts where there are some.
 
         Equal for equal histories of equal ids in the same user order, whatever the file format, the type of the ids or
         the interleaving of users in the source; the name and the preparation do not enter.
         """
         times = np.empty(0, dtype=np.int64) if self.times is None else self.times
+        weights: Sequence[Any] = () if self.weights is None else ("weights", self.weights)
+        parts: Sequence[Any] = () if self.parts is None else ("parts", self.parts)
         return sha256_of(
             "recbft content 1", "times" if self.times is not None else "no times",
-            *text_parts(self.user_ids), *text_parts(self.item_ids), self.items, self.offsets, times,
+            *text_parts(self.user_ids), *text_parts(self.item_ids), self.items, self.offsets, times, *weights, *parts,
         )  # fmt: skip
 
     @cached_property
@@ -349,6 +412,42 @@ class Dataset:
     def decode(self, indices: ArrayLike) -> NDArray[Any]:
         """Raw ids of item indices 1..V, in the indices' shape."""
         return self.vocabulary.decode(indices)
+
+
+def check_parts_named(split_column: str | None, validation: Any, test: Any) -> None:
+    """Refuse half a split of the data's own, and two at once."""
+    given = {"validation": validation, "test": test}
+    if (validation is None) != (test is None):
+        missing = next(name for name, file in given.items() if file is None)
+        raise UserError(f"{missing} is missing: a split in files of its own has one that validates and one that tests")
+    if validation is not None and split_column is not None:
+        raise UserError(f"split_column is {split_column!r}, and validation and test name files; give one of the two")
+
+
+def _events_of(
+    frames: Sequence[Any], name: str, named: Mapping[str, Any], preparation: Preparation
+) -> tuple[Events, dict[str, str | None]]:
+    """The events of one table, or of one for each part, and what ``Dataset.columns`` says of them."""
+    # pandas numbers columns too
+    named = {role: None if column is None else str(column) for role, column in named.items()}
+    roles = by_session(named)
+    roles["user"] = roles["user"] or "user_id"
+    wanted = [column for column in roles.values() if column is not None] + preparation.columns()
+    frame = frames[0]
+    table = as_table(frame, wanted, name)
+    if len(frames) > 1:
+        labels = [f"{name} ({part})" for part in PARTS]
+        tables = [as_table(each, wanted, label) for each, label in zip(frames, labels, strict=True)]
+        frame = table = with_parts(joined_tables(tables, wanted, labels), [len(each) for each in tables])
+        roles["split_column"] = PART_COLUMN
+    events = Events.from_table(table, source=name, **roles, extra=preparation.columns())
+    likely = partial(_likely_times, frame, table, wanted)
+    warn_if_rows_are_unordered(events, str(named["item"]), named["time"], likely, "the frame's", stacklevel=3)
+    columns = {"user": roles["user"] if named["session"] is None else named["user"]}
+    columns |= {role: named[role] for role in ("item", "time")}
+    return events, columns | {
+        role: named[role] for role in ("session", "weight", "split_column") if named[role] is not None
+    }
 
 
 def _joined_ids(ids: NDArray[Any], more: NDArray[Any]) -> NDArray[Any]:

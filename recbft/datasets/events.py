@@ -36,6 +36,8 @@ from recbft.datasets.columns import (
     refuse_first,
     stands_for_nothing,
 )
+from recbft.datasets.parts import read_parts
+from recbft.datasets.weights import read_weights
 from recbft.errors import UserError
 
 FLOAT_DIGITS = {16: 11, 32: 24, 64: 53}  # bits of a float -> binary digits that it holds
@@ -66,8 +68,8 @@ class Events:
     """Columns of equal length, one row per event.
 
     ``user`` and ``item`` are arrow arrays of int64 or large_string without blanks; ``time`` is int64 >= 0, or None
-    where the row order is all there is; ``time_unit`` is known only where the source column held dates; ``extra`` holds
-    the columns a row filter asks for.
+    where the row order is all there is; ``time_unit`` is known only where the source column held dates; ``weight`` and
+    ``part`` are None where the source says nothing of them; ``extra`` holds the columns a row filter asks for.
     """
 
     source: str
@@ -75,6 +77,8 @@ class Events:
     item: Any
     time: NDArray[np.int64] | None = None
     time_unit: str | None = None
+    weight: NDArray[np.float64] | None = None
+    part: NDArray[np.int8] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -90,6 +94,8 @@ class Events:
         item: str,
         time: str | None = None,
         session: str | None = None,
+        weight: str | None = None,
+        split_column: str | None = None,
         extra: Sequence[str] = (),
     ) -> Events:
         """Check the named columns of a pyarrow table and keep them.
@@ -99,12 +105,13 @@ class Events:
 
         Raises:
             UserError: a named column is missing, is named twice, or holds a blank, an id that is neither integer nor
-                text, or a time that is neither a date nor a whole number >= 0.
+                text, a time that is neither a date nor a whole number >= 0, or a weight that is no number >= 0.
         """
-        roles = [user, item, *(name for name in (time, session) if name is not None)]
+        roles = [user, item, *(name for name in (time, session, weight, split_column) if name is not None)]
         if len(set(roles)) < len(roles):
             raise UserError(
-                f"{source}: user, item, time and session must be columns of their own, not {', '.join(roles)}"
+                f"{source}: user, item, time and session must be columns of their own, not {', '.join(roles)} "
+                "(so must weight and split_column)"
             )
         check_columns(table.column_names, [*roles, *extra], source)
         table = _one_event_per_row(table, [*roles, *extra], user, item, source)
@@ -119,6 +126,8 @@ class Events:
             item=read_ids(flat(table, item), item, source),
             time=times,
             time_unit=unit,
+            weight=None if weight is None else read_weights(flat(table, weight), weight, source),
+            part=None if split_column is None else read_parts(flat(table, split_column), split_column, source),
             extra={name: flat(table, name) for name in extra},
         )
 

@@ -91,14 +91,28 @@ def read_table(
     Raises:
         UserError: the file is missing, empty, damaged or not UTF-8, lacks a column, or its format is unknown.
     """
-    files = source_files(path)
+    return read_tables([path], wanted, ids=ids, separator=separator, columns=columns)[0]
+
+
+def read_tables(
+    paths: Sequence[str | Path],
+    wanted: Sequence[str],
+    *,
+    ids: Sequence[str] = (),
+    separator: str | None = None,
+    columns: Sequence[str] | None = None,
+) -> tuple[Any, list[int]]:
+    """``read_table`` of several paths, one after the other as one table, and the number of rows that each gives."""
+    of_paths = [source_files(path) for path in paths]
+    files = [file for own in of_paths for file in own]
     parts = [_read_file(file, wanted, separator, columns) for file in files]
     table = parts[0] if len(files) == 1 else _joined(parts, files)
     if file_format(files[0], delimited=separator is not None or columns is not None) in TEXT_FORMATS:
         for name in ids:
             place = table.column_names.index(name)
             table = table.set_column(place, name, whole_numbers_of(table.column(place)))
-    return table
+    rows = iter([len(part) for part in parts])
+    return table, [sum(next(rows) for _ in own) for own in of_paths]
 
 
 def _read_file(path: Path, wanted: Sequence[str], separator: str | None, columns: Sequence[str] | None) -> Any:

@@ -4,9 +4,10 @@ A card says what is known of a public data set. It is a YAML file in ``data/`` (
 ``recbft_cards``). Nothing is downloaded: a card says what to fetch and how to prepare it. The first file of its list
 that exists under the data root is read; counts and content hash are checked against the card afterwards.
 
-The canonical file holds one row per event in the data set's order: user_id, item_id, and timestamp where the data has
-real times; its name and preparation travel in the Parquet metadata, so that a loaded file equals the data set saved.
-Libraries that keep the metadata may write other rows under it: a file of another number of rows is any other file.
+The canonical file holds one row per event in the data set's order: user_id, item_id, timestamp where the data has
+real times, weight and part where it has those; its name and preparation travel in the Parquet metadata, so that a
+loaded file equals the data set saved. Libraries that keep the metadata may write other rows under it: a file of another
+number of rows is any other file.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ from recbft.datasets.formats import (
     ending,
     is_pattern,
     is_there,
-    read_table,
+    read_tables,
     reading,
     source_files,
 )
+from recbft.datasets.parts import PART_COLUMN, PARTS, with_parts
 from recbft.datasets.prepare import Preparation
 from recbft.datasets.row_order import time_columns, warn_if_rows_are_unordered
 from recbft.errors import UserError, did_you_mean
@@ -48,6 +50,8 @@ from recbft.system.files import user_path
 METADATA_KEY = b"recbft"
 DATA_ROOT_VARIABLE = "RECBFT_DATA_ROOT"
 SYNTHETIC = "synthetic"
+CANONICAL = {"time": USUAL_TIME, "weight": "weight", "split_column": "part"}  # columns of a canonical file
+ROLES = ("user", "item", "time", "session", "weight", "split_column")  # that a column of events may have
 AUTO = "auto"  # in place of a file of item features: the one beside the events
 RECBOLE = "recbole:"  # begins the path of a file inside an installed RecBole
 
@@ -61,6 +65,8 @@ class CardFile:
     item: str = "item_id"
     time: str | None = None  # the column with real times; None where the row order is all there is
     session: str | None = None  # a column whose values cut a user's events into histories of their own
+    weight: str | None = None  # the column with each event's weight
+    split_column: str | None = None  # the column that says train, valid or test
     separator: str | None = None
     columns: Sequence[str] | None = None  # names, for a file without a header
     preparation: Preparation = field(default_factory=Preparation)
@@ -170,34 +176,43 @@ class FoundEvents(NamedTuple):
 
 
 def find_events(
-    name_or_path: str | Path, data_root: str | Path | None, asked: Mapping[str, Any], preparation: Preparation
+    name_or_path: str | Path,
+    data_root: str | Path | None,
+    asked: Mapping[str, Any],
+    preparation: Preparation,
+    others: Sequence[str | Path] = (),
 ) -> FoundEvents:
     """The events of a file that ``Dataset.load`` makes a data set of.
 
     Args:
-        asked: those of its arguments user, session, item, time, separator and columns that are given.
+        asked: those of its arguments that say how to read a file and are given.
+        others: the files of the events that validate and that test, where the first holds those that train.
     """
     path, file, known = _locate(name_or_path, data_root)
+    rest = [_locate(other, data_root)[0] for other in others]
     chosen = replace(file, **by_session(asked))
     stored = _stored_record(path)
     earlier = None if stored is None else stored["preparation"]
-    if stored is not None and "time" not in asked:
-        chosen = replace(chosen, time=USUAL_TIME if stored["has_times"] else None)
+    if stored is not None:
+        kept = {role: name if role in stored["roles"] else None for role, name in CANONICAL.items()}
+        own: dict[str, Any] = {role: name for role, name in kept.items() if role not in asked}
+        chosen = replace(chosen, **own)
     was = None if earlier is None else Preparation(**earlier.get("filters", {}))
     if preparation == was:
         preparation = Preparation()  # what the file was prepared with: its columns may be gone
-    untouched = not asked and preparation == Preparation()
+    untouched = not asked and not others and preparation == Preparation()
     if preparation != Preparation():
         chosen = replace(chosen, preparation=preparation)
     elif was is not None:
         chosen = replace(chosen, preparation=Preparation(min_history=was.min_history))
-    events = read_events(path, chosen)
+    events = read_events(path, chosen, rest)
     if known is None and stored is None:
         named = {"user": chosen.user, "item": chosen.item, "time": chosen.time}
     else:  # untouched, the card or the canonical file alone stands for these data
         named = {} if untouched else {key: asked.get(key) for key in ("user", "item", "time")}
     if "session" in asked:
-        named |= {"user": asked.get("user"), "session": asked["session"]}
+        named |= {"user": asked.get("user")}
+    named |= {key: asked[key] for key in ("session", "weight", "split_column") if key in asked}
     record: dict[str, Any] = {"source": path.name, "time": chosen.time}
     if earlier is not None:
         unit = earlier.get("time_unit") if chosen.time == USUAL_TIME else None
@@ -270,14 +285,24 @@ def atomic_items(events: Path) -> Path:
     return found
 
 
-def read_events(path: Path, how: CardFile) -> Events:
+def read_events(path: Path, how: CardFile, others: Sequence[Path] = ()) -> Events:
     """The events of a file in its order, with a warning where no time is named and a likely one contradicts it.
 
-    Ids of a text file are integers where the whole column is written as such.
+    Ids of a text file are integers where the whole column is written as such. ``others`` are the files of what
+    validates and what tests, whose events follow those of the first.
     """
     separator, columns, extra = how.separator, how.columns, how.preparation.columns()
-    named = [how.user, how.item, *(name for name in (how.time, how.session) if name is not None), *extra]
-    read = partial(read_table, path, ids=(how.user, how.item), separator=separator, columns=columns)
+    roles: dict[str, Any] = {role: getattr(how, role) for role in ROLES}
+    named = [*(name for name in roles.values() if name is not None), *extra]
+    if others:
+        assert len(others) == len(PARTS) - 1
+        roles["split_column"] = PART_COLUMN
+
+    def read(wanted: Sequence[str]) -> Any:
+        form: dict[str, Any] = {"ids": (how.user, how.item), "separator": separator, "columns": columns}
+        table, sizes = read_tables([path, *others], wanted, **form)
+        return with_parts(table, sizes) if others else table
+
     if ending(path) == ".item":
         raise UserError(f"{path}: holds features of items; name a file of events, and give this one as items beside it")
     for name, kind in column_types(path).items():
@@ -304,8 +329,8 @@ def read_events(path: Path, how: CardFile) -> Events:
         whole, names = with_likely() if found is None else (table, found)
         return {name: flat(whole, name) for name in names}
 
-    roles: dict[str, Any] = {"user": how.user, "item": how.item, "time": how.time, "session": how.session}
-    events = Events.from_table(table, source=str(path), **roles, extra=extra)
+    source = ", ".join(map(str, [path, *others]))
+    events = Events.from_table(table, source=source, **roles, extra=extra)
     warn_if_rows_are_unordered(events, how.item, how.time, likely, "file", stacklevel=2)
     return events
 
@@ -335,6 +360,7 @@ def _stored_record(path: Path) -> dict[str, Any] | None:
     if METADATA_KEY not in (file.metadata or {}):
         return None
     record: dict[str, Any] = json.loads(file.metadata[METADATA_KEY])
+    record.setdefault("roles", ["time"] if record["has_times"] else [])
     if record["events"] == file.num_rows:
         return record
     times = f"; name its time column, {USUAL_TIME!r}, to have its times" if record["has_times"] else ""

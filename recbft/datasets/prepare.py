@@ -4,7 +4,8 @@ The steps, in this order: keep the rows that satisfy ``where``; gather each user
 are given, by a stable sort on time: ties keep their row order); drop repeated (user, item) pairs; drop users and items
 with too few events until none is left (the thresholds hold together in what is left); leave out each user's last
 events. Users with fewer than 3 events cannot be split: they are dropped and counted, or with ``min_history`` 2 those of
-two events train, and are never evaluated.
+two events train, and are never evaluated. Events that say their own part are gathered part by part, and no number of
+events is needed of a user.
 
 Users are numbered by first appearance among the kept rows, those that only train after all others; items by first
 appearance in the finished histories.
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from recbft.config.fields import is_whole
 from recbft.datasets.columns import is_text
 from recbft.datasets.events import Events
+from recbft.datasets.parts import warn_of_later_training
 from recbft.datasets.row_filter import Condition, conditions_of, satisfying
 from recbft.datasets.row_order import warn_if_newest_first
 from recbft.errors import UserError
@@ -90,6 +92,8 @@ class Prepared(NamedTuple):
     items: NDArray[np.int64]  # (E,)    item index 1..V, users one after the other
     offsets: NDArray[np.int64]  # (U+1,)  user u owns items[offsets[u]:offsets[u+1]]
     times: NDArray[np.int64] | None  # (E,)
+    weights: NDArray[np.float64] | None  # (E,)
+    parts: NDArray[np.int8] | None  # (E,)
     user_ids: NDArray[Any]  # (U,)    raw ids: int64, or object holding str
     item_ids: NDArray[Any]  # (V,)
     preparation: dict[str, Any]  # what was done and how many were dropped; JSON-able
@@ -101,28 +105,40 @@ def prepare(events: Events, preparation: Preparation) -> Prepared:
     users, user_names = _codes(events.user, kept)
     items, item_names = _codes(events.item, kept)
     times = None if events.time is None else events.time[kept]
+    parts = None if events.part is None else events.part[kept]
     # both sorts are stable: ties keep the row order
-    order = np.argsort(users, kind="stable") if times is None else np.lexsort((times, users))
+    keys: list[Any] = [each for each in (times, parts, users) if each is not None]
+    order = np.argsort(users, kind="stable") if len(keys) == 1 else np.lexsort(keys)
     users, items = users[order], items[order]
-    if times is not None:
+    least, tested_from = preparation.min_history, MIN_HISTORY  # events of a user
+    if parts is not None:
+        least = tested_from = 1
+        if preparation.drop_last_events:
+            raise UserError(
+                "drop_last_events does not go with a split of the data's own, whose test would go first; leave it out"
+            )
+    if times is not None and parts is None:
         warn_if_newest_first(events.source, users, times[order], order, stacklevel=4)
+    elif times is not None and parts is not None:
+        warn_of_later_training(events.source, users, parts[order], times[order], stacklevel=4)
     fresh = _not_duplicated(users, items, preparation.deduplicate)
-    alive, short, below = _hold_minimums(users, items, fresh, preparation)
-    if not _has_a_test(users, alive):
+    alive, short, below = _hold_minimums(users, items, fresh, preparation, least)
+    if not _has_a_test(users, alive, tested_from):
         raise UserError(
-            f"{events.source}: no user has {MIN_HISTORY} events after filtering ({len(events):,} events of "
-            f"{len(events.user.unique()):,} users read; {len(kept):,} of {len(user_names):,} users after the row "
+            f"{events.source}: no user has {tested_from} event{'s' * (tested_from > 1)} after filtering "
+            f"({len(events):,} events of {len(events.user.unique()):,} users read; {len(kept):,} of "
+            f"{len(user_names):,} users after the row "
             f"filter, {fresh.sum():,} after de-duplication); {_advice(events)}"
         )
     alive, last, too_short = _drop_last(users, alive, preparation)
-    if not _has_a_test(users, alive):
+    if not _has_a_test(users, alive, tested_from):
         raise UserError(
             f"{events.source}: no user has {MIN_HISTORY} events left without the last {preparation.drop_last_events}; "
             "lower drop_last_events"
         )
     users, items, order = users[alive], items[alive], order[alive]
     lengths = np.bincount(users, minlength=len(user_names))
-    only_trains = lengths < MIN_HISTORY
+    only_trains = lengths < tested_from
     if only_trains[users].any():
         last_ones = np.argsort(only_trains[users], kind="stable")
         users, items, order = users[last_ones], items[last_ones], order[last_ones]
@@ -144,14 +160,20 @@ def prepare(events: Events, preparation: Preparation) -> Prepared:
             "events_filtered_out": len(events) - len(kept),
             "events_repeated": int(len(fresh) - fresh.sum()),
             "users_below_minimum": below,
-            f"users_under_{preparation.min_history}_events": short + too_short,
+            f"users_under_{least}_events": short + too_short,
             **({"last_events": last} if preparation.drop_last_events else {}),
         },
     }
+    source_rows = kept[order]
+    weights = None if events.weight is None else events.weight[source_rows]
+    if weights is not None:
+        record["weights"] = {"sum": float(weights.sum()), "events_of_weight_0": int((weights == 0).sum())}
     return Prepared(
         items=item_codes.astype(np.int64) + 1,
         offsets=np.concatenate([[0], np.cumsum(lengths[present])]).astype(np.int64),
         times=None if times is None else times[order],
+        weights=weights,
+        parts=None if parts is None else parts[order],
         user_ids=user_ids,
         item_ids=item_ids,
         preparation=record,
@@ -182,12 +204,16 @@ def _not_duplicated(users: NDArray[np.int64], items: NDArray[np.int64], keep: st
 
 
 def _hold_minimums(
-    users: NDArray[np.int64], items: NDArray[np.int64], alive: NDArray[np.bool_], preparation: Preparation
+    users: NDArray[np.int64],
+    items: NDArray[np.int64],
+    alive: NDArray[np.bool_],
+    preparation: Preparation,
+    least: int,
 ) -> tuple[NDArray[np.bool_], int, int]:
     """Drop users and items below their minimum until none is left.
 
     Returns:
-        The events that stay, the number of users dropped for having fewer than ``min_history`` events though they met
+        The events that stay, the number of users dropped for having fewer than ``least`` events though they met
         the asked-for minimum, and the number of users dropped for not meeting it.
     """
     if len(users) == 0:
@@ -199,8 +225,8 @@ def _hold_minimums(
     while True:
         per_user = np.bincount(users[alive], minlength=num_users)
         per_item = np.bincount(items[alive], minlength=num_items)
-        short += int(((per_user > 0) & (per_user < preparation.min_history) & (per_user >= min_user)).sum())
-        stay = alive & (per_user >= max(min_user, preparation.min_history))[users] & (per_item >= min_item)[items]
+        short += int(((per_user > 0) & (per_user < least) & (per_user >= min_user)).sum())
+        stay = alive & (per_user >= max(min_user, least))[users] & (per_item >= min_item)[items]
         if stay.sum() == alive.sum():
             gone = num_users - int((per_user > 0).sum())
             if min_user == 0:  # whose events went all at once have missed no minimum that was asked for
@@ -220,8 +246,8 @@ def _advice(events: Events) -> str:
     return "check the user column, or loosen the filters and minimum counts"
 
 
-def _has_a_test(users: NDArray[np.int64], alive: NDArray[np.bool_]) -> bool:
-    return bool((np.bincount(users[alive]) >= MIN_HISTORY).any())
+def _has_a_test(users: NDArray[np.int64], alive: NDArray[np.bool_], least: int) -> bool:
+    return bool((np.bincount(users[alive]) >= least).any())
 
 
 def _drop_last(

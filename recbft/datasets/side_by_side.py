@@ -77,6 +77,7 @@ def lay_side_by_side(batches: Sequence[Batch]) -> SideBySide:
         next_time=join("next_time", 0),
         earlier=_end_to_end([batch.earlier for batch in batches]),
         num_earlier=_end_to_end([batch.num_earlier for batch in batches]),
+        weight=join("weight", 0),
     )
     widths = [int(batch.items.shape[1]) for batch in batches]
     return SideBySide(batch, len(batches), torch.from_numpy(origin), place, widths, sizes)

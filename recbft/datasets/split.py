@@ -21,7 +21,11 @@ global_time     two points in time, the same for all users: what is before the f
 
                 Targets with nothing to be ranked from are left out, and counted.
 
-Either way a share of the items may be held out, as if they were new: each item whose number
+given           the data say it of each event, in a column or by the files or tables that it stands in. As global_time,
+                with the parts in the place of the times: validation is ranked from a user's training events, the test
+                from those and the events of validation.
+
+In any of these a share of the items may be held out, as if they were new: each item whose number
 
     h_i = SHA-256(seed, raw id of i) / 2^256 < share                                                    (1)
 
@@ -54,7 +58,8 @@ from recbft.errors import UserError
 
 IntArray = NDArray[np.int64]
 Point = int | float | str
-SPLITS = ("leave_one_out", "global_time")
+FloatArray = NDArray[np.float64]
+SPLITS = ("leave_one_out", "global_time", "given")
 _GIVE = (
     "give a share of the events in time such as 0.8, a date such as '2018-01-31' or '2018-01-31 12:30:00' (UTC), or a "
     "whole number of the data's own unit of time"
@@ -79,6 +84,10 @@ class Histories(Protocol):
     @property
     def times(self) -> IntArray | None: ...
     @property
+    def weights(self) -> FloatArray | None: ...
+    @property
+    def parts(self) -> NDArray[np.int8] | None: ...
+    @property
     def item_ids(self) -> NDArray[Any]: ...
     @property
     def preparation(self) -> dict[str, Any]: ...
@@ -89,7 +98,7 @@ class Splitting:
     """How a data set is split.
 
     Args:
-        split: see above.
+        split: see above; data with a split of their own have ``given``, and no other.
         split_at: where training ends in ``global_time``: a share of all events in time, in (0, 1), a date such as
             ``"2018-01-01"``, or a whole number of the data's own unit of time.
         test_at: where the test begins, likewise; if left out, so that half of the events after ``split_at`` are in
@@ -99,7 +108,7 @@ class Splitting:
         hold_out_seed: what these are drawn by, (1).
     """
 
-    split: Literal["leave_one_out", "global_time"] = "leave_one_out"
+    split: Literal["leave_one_out", "global_time", "given"] = "leave_one_out"
     split_at: Point | None = None
     test_at: Point | None = None
     split_targets: Literal["all", "first", "successive"] = "all"
@@ -123,9 +132,9 @@ class Splitting:
                     check_range(name, value, above=0, below=1)
                 elif not (value is None or is_whole(value) or isinstance(value, str)):
                     raise UserError(f"{name} is {value!r}; {_GIVE}")
-        for name in ("split_at", "test_at", "split_targets"):
-            usual = getattr(Splitting, name)
-            if self.split != "global_time" and getattr(self, name) != usual:
+        for name, without in (("split_at", ("leave_one_out", "given")), ("test_at", ("leave_one_out", "given")),
+                              ("split_targets", ("leave_one_out",))):  # fmt: skip
+            if self.split in without and getattr(self, name) != getattr(Splitting, name):
                 raise UserError(f"{name} has no effect with split {self.split}; set split=global_time, or leave it out")
         if self.hold_out_seed and not self.hold_out_items:
             raise UserError("hold_out_seed has no effect without hold_out_items; leave it out, or set hold_out_items")
@@ -206,24 +215,45 @@ class Split(NamedTuple):
     validation: View
     test: View
     text: str = LEAVE_ONE_OUT  # what a protocol says of it
+    weights: FloatArray | None = None  # of ``items``
     counts: Mapping[str, Any] | None = None  # what is new or left out, by part; None for plain leave-one-out
 
     def training_counts(self, num_items: int) -> IntArray:
         """Training events per item, (V+1,)."""
+        return np.bincount(self.items[self._trains()], minlength=num_items + 1)
+
+    def training_weights(self, num_items: int) -> FloatArray:
+        """The sum of their weights per item, (V+1,)."""
+        assert self.weights is not None
+        trains = self._trains()
+        return np.bincount(self.items[trains], self.weights[trains], minlength=num_items + 1).astype(np.float64)
+
+    def _trains(self) -> NDArray[np.bool_]:
+        """Which of ``items`` are training events."""
         bound = np.zeros(self.items.size + 1, np.int8)
         bound[self.training_start] += 1
         bound[self.training_stop] -= 1
-        return np.bincount(self.items[np.cumsum(bound, dtype=np.int8)[:-1] > 0], minlength=num_items + 1)
+        return np.cumsum(bound, dtype=np.int8)[:-1] > 0
 
 
 def make_split(data: Histories, how: Splitting) -> Split:
     """Split every history of a data set.
 
     Raises:
-        UserError: the data has no times to split by, or a part would be empty.
+        UserError: the data has no times to split by, or has a split of its own and another is asked for, or the other
+            way round; or a part would be empty.
     """
+    if (data.parts is None) == (how.split == "given"):
+        has, advice = (
+            ("no split of its own", "name split_column, or files as validation and test")
+            if data.parts is None
+            else ("a split of its own", "leave split out, or read the data without it")
+        )
+        raise UserError(f"split is {how.split!r}, but data set {data.name!r} has {has}; {advice}")
     if how.split == "global_time":
         made, left_out = _global_time(data, how)
+    elif how.split == "given":
+        made, left_out = _given(data, how)
     else:
         made, left_out = leave_one_out(data), {}
     text = made.text
@@ -243,9 +273,10 @@ def make_split(data: Histories, how: Splitting) -> Split:
                        ("test", made.test.target.size)):  # fmt: skip
         if not size:
             whose = "event" if name == "training" else "target of a user with an event before it"
+            change = "give events of it" if how.split == "given" else "choose other points in time"
             raise UserError(
-                f"the split of data set {data.name!r} leaves no {whose} in {name} ({text}); choose other points in "
-                "time, or hold out fewer items"
+                f"the split of data set {data.name!r} leaves no {whose} in {name} ({text}); {change}, or hold out "
+                "fewer items"
             )
     return made._replace(counts=_counted(made, len(data.item_ids), left_out))
 
@@ -274,6 +305,7 @@ def leave_one_out(data: Histories) -> Split:
         training_length=length,
         validation=View(items, times, start, stop - 2, items[stop - 2], users, stop - 2),
         test=View(items, times, start, stop - 1, items[stop - 1], users, stop - 1),
+        weights=data.weights,
     )
 
 
@@ -303,20 +335,42 @@ def _global_time(data: Histories, how: Splitting) -> tuple[Split, dict[str, list
             "test_at to a later point than split_at"
         )
     validated, tested = (start + np.add.reduceat(times < point, start, dtype=np.int64) for point in (first, second))
+    targets, ranked = _TARGETS[how.split_targets]
+    text = (
+        f"global time: events before {points[0]} train; {targets} from then on and before {points[1]} validate, "
+        f"{targets} from then on test{ranked}"
+    )
+    return _three_parts(data, validated, tested, how, text)
+
+
+def _given(data: Histories, how: Splitting) -> tuple[Split, dict[str, list[int]]]:
+    """The split that the data have, and how many users and targets of each part have no event before it."""
+    parts, start = data.parts, data.offsets[:-1]
+    assert parts is not None
+    validated, tested = (start + np.add.reduceat(parts < part, start, dtype=np.int64) for part in (1, 2))
+    targets, ranked = _TARGETS[how.split_targets]
+    text = f"given with the data: of each part but training {targets} are targets{ranked.replace('point', 'part')}"
+    return _three_parts(data, validated, tested, how, text)
+
+
+def _three_parts(
+    data: Histories, validated: IntArray, tested: IntArray, how: Splitting, text: str
+) -> tuple[Split, dict[str, list[int]]]:
+    """The split of histories of which validation begins at ``validated`` and the test at ``tested``, (U,) each."""
+    start = data.offsets[:-1]
     trains = validated > start
     validation, without_validation = _view(data, start, validated, tested, how)
     test, without_test = _view(data, start, tested, data.offsets[1:], how)
-    targets, ranked = _TARGETS[how.split_targets]
     return Split(
         items=data.items,
-        times=times,
+        times=data.times,
         training_start=start[trains],
         training_stop=validated[trains],
         training_length=validated - start,
         validation=validation,
         test=test,
-        text=f"global time: events before {points[0]} train; {targets} from then on and before {points[1]} validate, "
-        f"{targets} from then on test{ranked}",
+        text=text,
+        weights=data.weights,
     ), {"validation": without_validation, "test": without_test}
 
 
@@ -390,6 +444,7 @@ def _without(split: Split, is_held_out: NDArray[np.bool_]) -> tuple[Split, dict[
         training_length=length,
         validation=validation,
         test=test,
+        weights=None if split.weights is None else split.weights[event[stays]],
     )
     return made, {"validation": without_validation, "test": without_test}
 

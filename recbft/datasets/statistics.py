@@ -35,6 +35,7 @@ class DatasetStatistics:
     tied_last_two: float | None  # share of test targets that tie with the event before: they hang on the row order
     unseen_targets: float  # share of test targets without a training event
     repeated_events: float  # share of events whose user had the item before
+    weights: str | None  # of the events, in words; None where they have none
     content_hash: str
     target_hash: str
 
@@ -71,9 +72,17 @@ def describe(dataset: Dataset) -> DatasetStatistics:
         tied_last_two=tied_last_two,
         unseen_targets=float((dataset.training_counts[test.target] == 0).mean()),
         repeated_events=1 - num_pairs / dataset.num_events,
+        weights=_weights(dataset.weights),
         content_hash=dataset.content_hash,
         target_hash=dataset.target_hash,
     )
+
+
+def _weights(weights: NDArray[np.float64] | None) -> str | None:
+    if weights is None:
+        return None
+    zero = int((weights == 0).sum())
+    return f"{weights.min():g} to {weights.max():g}, mean {weights.mean():.4g}; {zero:,} events of weight 0"
 
 
 def remarks(dataset: Dataset) -> list[str]:
