@@ -30,7 +30,7 @@ def fit_new_item_bias(model: SequenceModel, dataset: Dataset, *, memory_mb: floa
     Returns:
         0 where every item has a training event, or none has.
     """
-    new = torch.from_numpy(dataset.training_counts[1:] == 0)
+    new = torch.from_numpy(dataset.training_weights[1:] == 0)
     if not new.any() or new.all():
         return 0.0
     view = view_of(dataset, "validation")

@@ -35,7 +35,7 @@ from recbft.models.block import Block
 from recbft.models.contract import ItemTable, TrainableModel, UserStates
 from recbft.models.feed_forward import FeedForward
 from recbft.models.item_belief import ItemBelief, ItemVector, check_items
-from recbft.models.losses import ItemLoss, Negatives, check_loss, seen_items
+from recbft.models.losses import ItemLoss, Negatives, check_loss, seen_items, shares_of
 from recbft.models.precision_channel import CoreConfig, ItemPrecision
 
 
@@ -97,7 +97,7 @@ class Backbone(TrainableModel):
     """A model over item histories; ``core`` None leaves the precision channel out.
 
     Args:
-        training_counts: (V + 1,) counts of each item in training, index 0 padding.
+        training_counts: (V + 1,) counts of each item in training, or sums of the weights of its events; 0 is padding.
         content: (V + 1, F) vectors of what is known of each item, for ``config.item_vector``.
         embedding_scale: s of (6.1).
         seed: equal seeds give equal weights to the parameters that two arms share.
@@ -198,7 +198,7 @@ class Backbone(TrainableModel):
         return Belief(self.norm(belief.mean), belief.precision)
 
     def loss(self, batch: Batch) -> Tensor:
-        """The mean loss over the positions that have a target, by ``config.loss``."""
+        """The mean loss over the positions that have a target, by ``config.loss``, with the shares of their weights."""
         assert batch.target is not None
         if self.core is not None and self.ramp.dtype in HALVES:
             raise UserError(
@@ -210,16 +210,20 @@ class Backbone(TrainableModel):
         wanted, seen = target[learn] - 1, None
         if self.item_loss.spec.leaves_out_seen:
             seen = seen_items(batch, learn, wanted, num_items=self.num_items, causal=not self.both_ways)
+        shares = None if batch.weight is None else shares_of(batch.weight.flatten()[learn]).to(self.ramp.dtype)
         if self.item_belief is not None:
-            loss = self._loss_of_beliefs(batch, learn, wanted, seen)
+            loss = self._loss_of_beliefs(batch, learn, wanted, seen, shares)
         else:
             mean = self.encode(batch).mean.flatten(0, 1)
             weight, bias = self.item_table()
-            loss = self.item_loss(mean[learn], weight[1:], None if bias is None else bias[1:], wanted, seen)
+            bias = None if bias is None else bias[1:]
+            loss = self.item_loss(mean[learn], weight[1:], bias, wanted, seen, shares=shares)
         penalties = take_penalties(self)  # of mixers that have some; none at all for most
         return loss if penalties is None else loss + penalties
 
-    def _loss_of_beliefs(self, batch: Batch, learn: Tensor, wanted: Tensor, seen: Tensor | None) -> Tensor:
+    def _loss_of_beliefs(
+        self, batch: Batch, learn: Tensor, wanted: Tensor, seen: Tensor | None, shares: Tensor | None
+    ) -> Tensor:
         """The loss with item vectors by (6.13) and scores by (6.16), among the items that have training events."""
         items = self.item_belief
         assert items is not None
@@ -231,7 +235,7 @@ class Backbone(TrainableModel):
             table = self.item_table()
             states = self.with_content(states, batch, learn)
             bias = None if table.bias is None else table.bias[1:]
-            return self.item_loss(states, table.weight[1:], bias, wanted, seen)
+            return self.item_loss(states, table.weight[1:], bias, wanted, seen, shares=shares)
         number = known.cumsum(0) - 1  # (V,) of each item among those
         weight, bias = vectors[1 : self.num_items + 1], None if self.item_bias is None else self.item_bias[1:]
         if not known.all():
@@ -239,7 +243,7 @@ class Backbone(TrainableModel):
             weight, bias = weight.index_select(0, rows), None if bias is None else bias.index_select(0, rows)
         seen = None if seen is None else torch.stack([seen[0], number[seen[1]]])
         added = items.pairs(batch, learn, counts) if items.num_events else None
-        return self.item_loss(states, weight, bias, number[wanted], seen, added)
+        return self.item_loss(states, weight, bias, number[wanted], seen, added, shares)
 
     def user_states(self, batch: Batch) -> UserStates:
         """State and mean posterior precision at each history's last token."""

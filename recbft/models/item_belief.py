@@ -6,10 +6,11 @@
     g_t = sum_l rho^l x_(i_(t-l)),  l < content_events     content of what a history holds, the latest first   (6.15)
     score(i) = h_t . e_i + w(c_i) g_t . x_i           w(c) = a + b r / (c + r)                                 (6.16)
 
-c_i counts the training events of an item, x_i is the vector of its content, of length 1, and v_i what training makes of
-its number; kappa, rho, a, b and r are learned. (6.13) is a Kalman update of the prior mean: kappa is how many events
-the prior is worth. (6.15) and (6.16) krige over content: an item resembles what the history holds as far as x says,
-with nothing to forget, and the weight of that falls as events come in. Other arms than belief have b = 0.
+c_i counts the training events of an item, or adds up their weights where they have some; x_i is the vector of its
+content, of length 1, and v_i what training makes of its number; kappa, rho, a, b and r are learned. (6.13) is a Kalman
+update of the prior mean: kappa is how many events the prior is worth. (6.15) and (6.16) krige over content: an item
+resembles what the history holds as far as x says, with nothing to forget, and the weight of that falls as events come
+in. Other arms than belief have b = 0.
 
 In training some items of a step count as if they had no event, so that content alone is met as a target, and (6.16)
 takes the ``content_neighbours`` items that are most similar to each event, the rest adding little. Items without a
@@ -51,7 +52,7 @@ class ItemBelief(TrainedPart):
 
     Args:
         config: ``item_vector`` names the arm.
-        counts: (V + 1,) training events of each item, index 0 padding.
+        counts: (V + 1,) training events of each item, or the sums of their weights, index 0 padding.
         content: (V + 1, F) vectors of length 1, or 0 where nothing is known; row 0 is 0.
     """
 

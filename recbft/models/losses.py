@@ -11,6 +11,10 @@ With l_i = x . w_i + b_i the score of item i and y the target of a position,
     bpr              -(1/k) sum_j log s(l_y - l_j),  j over the negatives                            (6.11)
     smoothed ce      (1 - e) CE(y) + (e / V) sum_i CE(i)  =  CE(y) + e x . (w_y - mean_i w_i)       (10.4)
 
+With weights c_n of the positions each is a mean with the shares c_n / sum_n c_n in the place of 1 / N (the means over
+k stay). Negatives that are drawn from the batch's targets are then drawn in proportion to these, or, where all are
+taken, each stands for its weight.
+
 (6.10) asks what a list without seen items is judged by. What a position has seen are the tokens that it reads and the
 events before them, whether they are read or not.
 
@@ -68,7 +72,8 @@ class ItemLoss:
     """The configured loss as a function of states and item vectors.
 
     Args:
-        training_counts: events per item index, (V + 1,), index 0 padding; only ``in_batch`` reads them.
+        training_counts: events per item index, or the sums of their weights, (V + 1,), index 0 padding; only
+            ``in_batch`` reads them.
     """
 
     def __init__(self, settings: BackboneConfig, training_counts: Tensor) -> None:
@@ -80,7 +85,8 @@ class ItemLoss:
         self.gbce_t = GBCE_T if settings.gbce_t is None else settings.gbce_t
         counts = training_counts[1:].double()
         # No target of a training batch is without events; one that is found elsewhere is as rare as an item of one.
-        self.log_share = (counts.clamp(min=1) / counts.sum().clamp(min=1)).log()  # (V,)
+        rarest = torch.where(counts > 0, counts, 1.0)
+        self.log_share = (rarest / torch.where(counts.sum() > 0, counts.sum(), 1.0)).log()  # (V,)
         self.label_smoothing = 0.0  # of ``ce``; a training-time controller may set it
 
     def __call__(
@@ -91,6 +97,7 @@ class ItemLoss:
         target: Tensor,
         seen: Tensor | None = None,
         added: Pairs | None = None,
+        shares: Tensor | None = None,
     ) -> Tensor:
         """The mean over positions.
 
@@ -100,9 +107,10 @@ class ItemLoss:
             target: row of ``weight`` that each position should find, (N,).
             seen: of (6.10), as ``seen_items`` gives it.
             added: to scores of some positions and rows of ``weight``, for losses over all items.
+            shares: of each position in the mean, (N,), as ``shares_of`` gives them; None for equal ones.
         """
-        more = () if added is None else (added,)
-        return self.spec.mean(self, *with_bias(states, weight, bias), target, seen, *more)
+        more = {} if added is None else {"added": added}
+        return self.spec.mean(self, *with_bias(states, weight, bias), target, seen, shares, **more)
 
     def own_negatives(self, target: Tensor) -> Tensor:
         """Negatives of (6.6) and (6.11), (N, k): uniform over all items but the target."""
@@ -110,50 +118,78 @@ class ItemLoss:
         drawn += drawn >= target[:, None]  # whatever is not below it moves up by one
         return drawn
 
-    def shared_negatives(self, target: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def shared_negatives(
+        self, target: Tensor, dtype: torch.dtype, shares: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Negatives of (6.4), (m,), and log E of each."""
         m = self.num_negatives
         if not self.in_batch:
             drawn = torch.randint(self.num_items, (m,), device=target.device)
             return drawn, drawn.new_full((m,), math.log(m / self.num_items), dtype=dtype)
         few = m >= target.numel()
-        drawn = target if few else target[torch.randint(target.numel(), (m,), device=target.device)]
         share = self.log_share.to(device=target.device, dtype=dtype)
+        if shares is not None and few:
+            return target, share[target] - shares.to(dtype).log()
+        if shares is not None:
+            drawn = target[torch.multinomial(shares, m, replacement=True)]
+        else:
+            drawn = target if few else target[torch.randint(target.numel(), (m,), device=target.device)]
         return drawn, share[drawn] + math.log(drawn.numel())
 
 
+def shares_of(weights: Tensor) -> Tensor:
+    """Each position's share of the weights of all, (N,), so that they add up to 1; all 0 where the weights are."""
+    return weights / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
+
+
+def mean_of(each: Tensor, shares: Tensor | None) -> Tensor:
+    """The mean of what each position has, (N,) or (N, k), with its share."""
+    if shares is None:
+        return each.mean()
+    return (shares * (each if each.dim() == 1 else each.mean(dim=1))).sum()
+
+
 def _cross_entropy(
-    loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor, seen: Tensor | None, added: Pairs | None = None
+    loss: ItemLoss,
+    states: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    seen: Tensor | None,
+    shares: Tensor | None,
+    added: Pairs | None = None,
 ) -> Tensor:
-    mean = full_cross_entropy(states, weight, target, left_out=seen, added=added)
+    mean = full_cross_entropy(states, weight, target, left_out=seen, added=added, shares=shares)
     if loss.label_smoothing:  # (10.4)
         from_mean = weight[target] - weight.mean(dim=0)
-        mean = mean + loss.label_smoothing * (states * from_mean).sum(dim=1).mean()
+        mean = mean + loss.label_smoothing * mean_of((states * from_mean).sum(dim=1), shares)
     return mean
 
 
-def _sampled_softmax(loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor, seen: None) -> Tensor:
-    return sampled_softmax(states, weight, target, *loss.shared_negatives(target, states.dtype))
+def _sampled_softmax(
+    loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor, seen: None, shares: Tensor | None
+) -> Tensor:
+    return sampled_softmax(states, weight, target, *loss.shared_negatives(target, states.dtype, shares), shares=shares)
 
 
-def _bce(loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor, seen: None) -> Tensor:
-    return binary_cross_entropy(states, weight, target, loss.own_negatives(target))
+def _bce(loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor, seen: None, shares: Tensor | None) -> Tensor:
+    return binary_cross_entropy(states, weight, target, loss.own_negatives(target), shares=shares)
 
 
-def _gbce(loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor, seen: None) -> Tensor:
+def _gbce(loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor, seen: None, shares: Tensor | None) -> Tensor:
     beta = gbce_beta(loss.num_negatives, loss.num_items, loss.gbce_t)
-    return binary_cross_entropy(states, weight, target, loss.own_negatives(target), beta=beta)
+    return binary_cross_entropy(states, weight, target, loss.own_negatives(target), beta=beta, shares=shares)
 
 
-def _bpr(loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor, seen: None) -> Tensor:
-    return pairwise_ranking(states, weight, target, loss.own_negatives(target))
+def _bpr(loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor, seen: None, shares: Tensor | None) -> Tensor:
+    return pairwise_ranking(states, weight, target, loss.own_negatives(target), shares=shares)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
     """A loss by name."""
 
-    mean: Callable[..., Tensor]  # over positions: of the configured loss, states, item vectors, targets and seen items
+    # over positions: of the configured loss, states, item vectors, targets, seen items and shares
+    mean: Callable[..., Tensor]
     num_negatives: int = 0  # that are drawn unless the config says; 0 for a loss that draws none
     reads: tuple[str, ...] = ()  # the settings that have an effect
     leaves_out_seen: bool = False  # items that a history holds are no rivals of its targets
@@ -216,34 +252,56 @@ def _within(counts: Tensor, owner: Tensor, first: Tensor) -> Tensor:
     return torch.arange(len(owner), device=owner.device) + (first - (counts.cumsum(0) - counts))[owner]
 
 
-def sampled_softmax(states: Tensor, weight: Tensor, target: Tensor, negatives: Tensor, log_expected: Tensor) -> Tensor:
+def sampled_softmax(
+    states: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    negatives: Tensor,
+    log_expected: Tensor,
+    *,
+    shares: Tensor | None = None,
+) -> Tensor:
     """Equation (6.4).
 
     Args:
-        states, weight, target: as in ``ItemLoss``.
+        states, weight, target, shares: as in ``ItemLoss``.
         negatives: rows of ``weight``, (m,), shared by all positions; those that are a position's target do not count.
         log_expected: log E_j of each, (m,).
     """
     positive = (states * weight[target]).sum(dim=1)  # (N,)
     scores = states @ weight[negatives].T - log_expected
     scores = scores.masked_fill(negatives == target[:, None], float("-inf"))
-    return F.cross_entropy(torch.cat([positive[:, None], scores], dim=1), torch.zeros_like(target))
+    logits, first = torch.cat([positive[:, None], scores], dim=1), torch.zeros_like(target)
+    if shares is None:
+        return F.cross_entropy(logits, first)
+    return mean_of(F.cross_entropy(logits, first, reduction="none"), shares)
 
 
 def binary_cross_entropy(
-    states: Tensor, weight: Tensor, target: Tensor, negatives: Tensor, *, beta: float = 1.0
+    states: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    negatives: Tensor,
+    *,
+    beta: float = 1.0,
+    shares: Tensor | None = None,
 ) -> Tensor:
     """Equation (6.6), ``negatives`` (N, k) for each position its own."""
     positive = (states * weight[target]).sum(dim=1)
     scores = gathered_scores(states, weight, negatives)
+    if shares is not None:
+        each = -beta * F.logsigmoid(positive) - F.logsigmoid(-scores).sum(dim=1)
+        return mean_of(each, shares) / (negatives.shape[1] + 1)
     total = -beta * F.logsigmoid(positive).sum() - F.logsigmoid(-scores).sum()
     return total / (negatives.numel() + target.numel())
 
 
-def pairwise_ranking(states: Tensor, weight: Tensor, target: Tensor, negatives: Tensor) -> Tensor:
+def pairwise_ranking(
+    states: Tensor, weight: Tensor, target: Tensor, negatives: Tensor, *, shares: Tensor | None = None
+) -> Tensor:
     """Equation (6.11), ``negatives`` (N, k) for each position its own; RecBole's to 1e-10, which it adds to s."""
     positive = (states * weight[target]).sum(dim=1, keepdim=True)
-    return -F.logsigmoid(positive - gathered_scores(states, weight, negatives)).mean()
+    return -mean_of(F.logsigmoid(positive - gathered_scores(states, weight, negatives)), shares)
 
 
 def gbce_beta(num_negatives: int, num_items: int, t: float) -> float:

@@ -29,7 +29,7 @@ from recbft.mixers import SoftmaxAttention
 from recbft.mixers.interface import Group
 from recbft.models.backbone import Backbone
 from recbft.models.block import Block
-from recbft.models.losses import LOSSES, seen_items, with_bias
+from recbft.models.losses import LOSSES, seen_items, shares_of, with_bias
 from recbft.models.precision_channel import LayerPrecision
 from recbft.models.seed_parts import SeedDropout, SeedEmbedding, SeedLinear, SeedNorm, SeedPrecision, SeedRows
 
@@ -89,6 +89,10 @@ class Stacked:
         device = embeddings.device
         # All that is copied there goes first, while there is little to wait for.
         at, wanted, batch = learn.to(device), (target[learn] - 1).to(device), side.batch.to(device)
+        shares = None
+        if side.batch.weight is not None:
+            each = side.batch.weight.flatten()[learn].split(counts)
+            shares = torch.cat([shares_of(own) for own in each]).to(device, embeddings.dtype)
         self.seeds.begin(side, device)
         for module, name, parameter in self._per_row:
             setattr(module, name, self.seeds.repeat(parameter)[:, None])  # (S,) -> (R, 1)
@@ -100,7 +104,7 @@ class Stacked:
         if self.body.item_loss.spec.leaves_out_seen:
             causal = not self.body.both_ways
             seen = seen_items(batch, at, wanted, num_items=self.body.num_items, causal=causal)
-        return full_cross_entropies(states, table, wanted, counts, left_out=seen)
+        return full_cross_entropies(states, table, wanted, counts, left_out=seen, shares=shares)
 
     def _exchange(self, module: nn.Module, path: str) -> None:
         """Put parts that keep S parameters in the place of those that keep one."""

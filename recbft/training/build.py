@@ -108,7 +108,7 @@ def build_model(config: RunConfig, dataset: Dataset, device: torch.device = CPU)
     Args:
         device: where it will be trained, of whose random numbers those of the run begin here.
     """
-    counts = torch.from_numpy(np.asarray(dataset.training_counts))
+    counts = torch.from_numpy(np.asarray(dataset.training_weights))
     transform, content = item_content(config, dataset), None
     if transform is not None and dataset.features is not None:
         content = torch.from_numpy(transform.matrix(dataset.features).values)
@@ -131,6 +131,11 @@ def training_batches(config: RunConfig, dataset: Dataset) -> EpochBatches | None
     if dataset.times is not None and dataset.times.size:
         check_clock(config, dataset.name, int(dataset.times.max()), dataset.preparation.get("time_unit"))
     split = dataset.split
+    if split.weights is not None and not split.training_weights(dataset.num_items).any():
+        raise UserError(
+            f"data set {dataset.name!r} has nothing to learn from: every event that trains has weight 0; give some a "
+            "weight above 0, or leave weight out"
+        )
     batches = make(
         config.backbone,
         split.items,
@@ -141,6 +146,7 @@ def training_batches(config: RunConfig, dataset: Dataset) -> EpochBatches | None
         batch_size=config.training.batch_size,
         seed=config.seed,
         times=split.times,
+        weights=split.weights,
     )
     if batches.num_batches == 0:
         raise UserError(

@@ -6,6 +6,8 @@ added has a state of zeros, whose loss is log V and moves no weight:
 
     loss = (P mean - (P - N) log V) / N        mean over P positions, of which N are real                     (a)
 
+Where positions have weights, those that are added have weight 0, and (a) is not needed.
+
 The first batch of a shape is trained on without one, so that what is made at first use (compiled kernels, room that
 libraries work in) is there when the second is recorded. The warm-up ramp is a number that a graph would repeat: until
 it is 1 the training loop takes its steps without.
@@ -29,7 +31,7 @@ from recbft.errors import RunError, UserError
 from recbft.kernels.cross_entropy import full_cross_entropy
 from recbft.mixers.interface import take_penalties
 from recbft.models.backbone import Backbone
-from recbft.models.losses import with_bias
+from recbft.models.losses import shares_of, with_bias
 from recbft.system.memory import is_shortage
 from recbft.training.optimiser import clip_gradients
 from recbft.training.process_settings import autocast
@@ -47,6 +49,7 @@ class Shape(NamedTuple):
     positions: int
     times: bool
     next_times: bool
+    weights: bool = False
 
 
 class Padded(NamedTuple):
@@ -55,6 +58,7 @@ class Padded(NamedTuple):
     batch: Batch  # its targets are left out: ``wanted`` says them
     learned: Tensor  # (P,) flat index of each position that has a target, 0 where one was added
     wanted: Tensor  # (P,) item index less 1, -1 where one was added
+    weight: Tensor | None = None  # (P,) of each, 0 where one was added
 
 
 class _Recorded(NamedTuple):
@@ -164,14 +168,18 @@ def check_recordable(model: nn.Module, device: torch.device) -> None:
 
 def padded_loss(model: Backbone, padded: Padded) -> Tensor:
     """``model.loss`` of a padded batch, equation (a)."""
-    batch, learned, wanted = padded
+    batch, learned, wanted, weights = padded
     mean = model.encode(batch).mean.flatten(0, 1)  # (R T, D)
     real = (wanted >= 0).to(mean.dtype)
     weight, bias = model.item_table()
     states, weight = with_bias(mean.index_select(0, learned), weight[1:], None if bias is None else bias[1:])
-    loss = full_cross_entropy(states * real[:, None], weight, wanted.clamp(min=0))
-    P, N = wanted.numel(), real.sum()
-    loss = (loss * P - (P - N) * math.log(len(weight))) / N
+    states, target = states * real[:, None], wanted.clamp(min=0)
+    if weights is not None:
+        loss = full_cross_entropy(states, weight, target, shares=shares_of(weights).to(model.ramp.dtype))
+    else:
+        P, N = wanted.numel(), real.sum()
+        loss = full_cross_entropy(states, weight, target)
+        loss = (loss * P - (P - N) * math.log(len(weight))) / N
     penalties = take_penalties(model)
     return loss if penalties is None else loss + penalties
 
@@ -189,21 +197,26 @@ def pad(batch: Batch, width: int) -> tuple[Shape, Tensor]:
         positions=_rounded(learned.numel()),
         times=batch.time is not None,
         next_times=batch.next_time is not None,
+        weights=batch.weight is not None,
     )
     own = batch.items.shape[1]
     last = batch.last // own * width + batch.last % own
     grids = ((batch.items, 0), (batch.segment, -1), (batch.position, 0), (batch.time, 0), (batch.next_time, 0))
     parts = [_grid(grid, rows, width, empty).flatten() for grid, empty in grids if grid is not None]
     parts += [_longer(last, shape.histories, 0), _longer(learned, shape.positions, 0)]
-    return shape, torch.cat([*parts, _longer(target[learned] - 1, shape.positions, -1)])
+    parts.append(_longer(target[learned] - 1, shape.positions, -1))
+    if batch.weight is not None:  # their bits
+        weight = _grid(batch.weight, rows, width, 0).flatten()[learned]
+        parts.append(_longer(weight, shape.positions, 0).view(torch.int64))
+    return shape, torch.cat(parts)
 
 
 def cut(numbers: Tensor, shape: Shape) -> Padded:
     """The batch whose numbers stand end to end, as views of them."""
     R, T = shape.rows, shape.width
     grids = 3 + shape.times + shape.next_times
-    sizes = [*[R * T] * grids, shape.histories, shape.positions, shape.positions]
-    *found, last, learned, wanted = numbers.split(sizes)
+    sizes = [*[R * T] * grids, shape.histories, shape.positions, shape.positions, shape.positions * shape.weights]
+    *found, last, learned, wanted, weight = numbers.split(sizes)
     given = iter(grid.view(R, T) for grid in found)
     batch = Batch(
         items=next(given),
@@ -214,7 +227,7 @@ def cut(numbers: Tensor, shape: Shape) -> Padded:
         last=last,
         next_time=next(given) if shape.next_times else None,
     )
-    return Padded(batch, learned, wanted)
+    return Padded(batch, learned, wanted, weight.view(torch.float64) if shape.weights else None)
 
 
 def _rounded(size: int) -> int:

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -117,6 +117,13 @@ def close_epoch(
         )
 
 
+class Targets(NamedTuple):
+    """What a run learns of a batch."""
+
+    number: int
+    weight: float  # of all together; their number where all count alike
+
+
 @dataclass
 class RunningEpoch:
     """The epoch of one run: where the run stands, who is told, and what it has learned from so far."""
@@ -124,12 +131,19 @@ class RunningEpoch:
     state: TrainState
     progress: Progress
     tokens: int = 0
-    total: float = 0.0  # of the losses of all tokens
+    weight: float = 0.0  # of all tokens
+    total: float = 0.0  # of their losses, times their weights
     failure: RunError | None = None
 
-    def learned(self, loss: float, tokens: int) -> None:
+    def learned(self, loss: float, targets: Targets) -> None:
         self.state.step += 1
-        self.tokens, self.total = self.tokens + tokens, self.total + loss * tokens
+        self.tokens, self.weight = self.tokens + targets.number, self.weight + targets.weight
+        self.total += loss * targets.weight
+
+    @property
+    def loss(self) -> float:
+        """The mean so far."""
+        return self.total / self.weight if self.weight else 0.0
 
     def row(self, seconds: float) -> Row | RunError:
         """Count the epoch; the row of ``history.csv`` that it earns, or why it failed."""
@@ -138,7 +152,7 @@ class RunningEpoch:
         self.state.epoch += 1
         return {
             "epoch": self.state.epoch,
-            "loss": self.total / self.tokens,
+            "loss": self.loss,
             "seconds": round(seconds, 4),
             "tokens_per_second": round(self.tokens / seconds),
         }
@@ -153,7 +167,7 @@ class Steps(Protocol):
     def begin_epoch(self) -> None:
         """Have the model learn, from its weights as they are."""
 
-    def targets(self, batch: Any) -> list[int]:
+    def targets(self, batch: Any) -> list[Targets]:
         """How much each run has to learn of a batch."""
 
     def begin(self, batch: Any) -> Any:
@@ -185,7 +199,7 @@ def train_epoch(
         is_stopped: whether another thread has broken off.
     """
     began, done = time.perf_counter(), 0
-    under_way: deque[tuple[Any, list[int]]] = deque()  # of each step whose losses are not read: those, its targets
+    under_way: deque[tuple[Any, list[Targets]]] = deque()  # of each step whose losses are not read: those, its targets
     plain.begin_epoch()
     controllers.on_epoch_start(now())
     batch = next(batches, None)
@@ -210,12 +224,12 @@ def train_epoch(
             controllers.before_step(now())
             steps.end()
             done += 1
-            for run, value, tokens in zip(runs, values, targets, strict=True):
-                run.learned(value, tokens)
+            for run, value, learned in zip(runs, values, targets, strict=True):
+                run.learned(value, learned)
             controllers.after_step(now(), values[0])
             for run in runs:
                 if run.failure is None:
-                    run.progress.batch(done, num_batches, run.total / run.tokens, run.tokens)
+                    run.progress.batch(done, num_batches, run.loss, run.tokens)
     # Each run's share: what the epoch would have cost if all had taken their turns.
     seconds = (time.perf_counter() - began) / len(runs)
     return [run.row(seconds) for run in runs]
@@ -235,8 +249,8 @@ class ModelSteps:
         self.model.train()
         self.model.refresh()
 
-    def targets(self, batch: Batch) -> list[int]:
-        return [num_targets(batch)]
+    def targets(self, batch: Batch) -> list[Targets]:
+        return [targets_of(batch)]
 
     def begin(self, batch: Batch) -> torch.Tensor:
         device = next(self.model.parameters()).device
@@ -251,10 +265,10 @@ class ModelSteps:
         self.optimizer.step()
 
 
-def num_targets(batch: Batch) -> int:
-    """How many positions of a batch have something to learn."""
+def targets_of(batch: Batch) -> Targets:
+    """The positions of a batch that have something to learn."""
     assert batch.target is not None
-    return int((batch.target > 0).sum())
+    return Targets(int((batch.target > 0).sum()), batch.learned_weight)
 
 
 def moment_of(

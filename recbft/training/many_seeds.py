@@ -38,7 +38,7 @@ from recbft.system.torch_state import set_aside
 from recbft.system.torchrun import refuse_several
 from recbft.training.build import loaded
 from recbft.training.bundle import own_config, refuse_other_data, refuse_other_settings
-from recbft.training.loop import Row, RunningEpoch, close_epoch, is_over, num_targets, train_epoch
+from recbft.training.loop import Row, RunningEpoch, Targets, close_epoch, is_over, targets_of, train_epoch
 from recbft.training.one_run import begin, go_on
 from recbft.training.optimiser import make_optimizer
 from recbft.training.process_settings import OwnRandomNumbers, memory_explained, run_settings, work_for_run
@@ -294,8 +294,8 @@ class _Stack:
         self.model.body.train()
         self.model.refresh()
 
-    def targets(self, batch: _SideBySide) -> list[int]:
-        return [num_targets(each) for each in batch.each]
+    def targets(self, batch: _SideBySide) -> list[Targets]:
+        return [targets_of(each) for each in batch.each]
 
     def begin(self, batch: _SideBySide) -> torch.Tensor:
         self.optimizer.zero_grad(set_to_none=True)

@@ -5,6 +5,8 @@ gradients over the n processes, so each loss is weighted by the targets behind i
 
     gradient = sum_r (N_r / N) gradient_r          N_r of the batch's N targets are in share r                    (a)
 
+Where targets have weights, N and N_r are the sums of these.
+
 Dropout and negatives are drawn by each process for its share (``in_batch`` negatives from its share's targets): the
 numbers are those of another draw than one process would make, and without draws the same but for rounding. What is no
 mean over targets is of shares: the penalties of mixers and experts by the same weights, and running means, in all
@@ -211,7 +213,10 @@ def share_of(batch: Batch, rank: int, size: int) -> tuple[Batch, float]:
     own = int(learned[rows].sum())
     if own == 0:
         rows = learned.argmax()[None]
-    return batch.of_rows(rows), own / int(learned.sum())
+    share = batch.of_rows(rows)
+    if own == 0:
+        return share, 0.0
+    return share, share.learned_weight / max(batch.learned_weight, torch.finfo(torch.float64).tiny)
 
 
 class SharedLoss:

@@ -171,7 +171,7 @@ class RunConfig:
         """The untrained model.
 
         Args:
-            training_counts: (V + 1,) events per item in training, index 0 padding.
+            training_counts: (V + 1,) events per item in training, or the sums of their weights, index 0 padding.
             content: (V + 1, F) what is known of each item beside its number, None where nothing is.
         """
         return MODELS[self.model].make(

@@ -315,3 +315,79 @@ def test_a_sum_of_some_items_is_not_for_triton():
     states, weight, target = drawn([3], 5, 4)
     with pytest.raises(ValueError, match="triton path declined"):
         full_cross_entropy(states, weight[0], target, left_out=torch.tensor([[0], [1]]), impl="triton")
+
+
+def shares_for(counts, *, seed=5):
+    """Random ones that add up to 1 for each seed, some of them 0."""
+    g = torch.Generator().manual_seed(seed)
+    kept = [(torch.rand(n, generator=g) < 0.8) | (torch.arange(n) == 0) for n in counts]
+    each = [own * (0.01 + torch.rand(len(own), generator=g).pow(4)) for own in kept]
+    return torch.cat([own / own.sum() for own in each]).to(DEVICE)
+
+
+def with_shares(shares, impl):
+    return lambda *given: full_cross_entropies(*given, shares=shares.to(given[0].dtype), impl=impl)
+
+
+@FAST
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+@pytest.mark.parametrize("counts", [[1], [17], [100, 1, 40]])
+def test_each_position_has_its_share_of_the_loss(counts, scale, impl, pieces):
+    states, weight, target = drawn(counts, 31, 8, scale=scale)
+    shares = shares_for(counts)
+
+    def dense(states, weight, target, counts):
+        parts = zip(states.split(counts), weight, target.split(counts), shares.split(counts), strict=True)
+        return torch.stack([c.to(s.dtype) @ F.cross_entropy(s @ w.T, y, reduction="none") for s, w, y, c in parts])
+
+    exact = losses_and_gradients(dense, states.double(), weight.double(), target, counts)
+    plain = losses_and_gradients(dense, states, weight, target, counts)
+    for found in (with_shares(shares, impl), with_shares(shares, "reference")):
+        assert_as_near_as(
+            losses_and_gradients(found, states, weight, target, counts), plain, exact, slack=1e-6, least=scale * 30
+        )
+
+
+@FAST
+@pytest.mark.parametrize("counts", [[17], [100, 1, 40]])
+def test_equal_shares_are_a_mean(counts, impl, pieces):
+    problem = drawn(counts, 31, 8)
+    equal = torch.cat([torch.full((n,), 1 / n) for n in counts]).to(DEVICE)
+    mean, same = (losses_and_gradients(path, *problem, counts) for path in (by(impl), with_shares(equal, impl)))
+    for one, two in zip(same, mean, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+
+
+@FAST
+def test_positions_of_share_0_move_nothing_even_where_there_are_no_others(impl):
+    states, weight, target = drawn([6], 7, 4)
+    found = losses_and_gradients(with_shares(torch.zeros(6, device=DEVICE), impl), states, weight, target, [6])
+    assert all(not one.any() for one in found)
+
+
+@BY_TRITON
+@pytest.mark.parametrize("dtype", HALF)
+def test_shares_far_apart_fit_in_half_precision(impl, dtype):
+    states, weight, target = drawn([40], 31, 8, dtype=dtype)
+    shares = torch.full((40,), 1e-4, device=DEVICE)
+    shares[3] = 1 - 39e-4
+    exact = losses_and_gradients(with_shares(shares, "reference"), states.double(), weight.double(), target, [40])
+    found = losses_and_gradients(with_shares(shares, impl), states, weight, target, [40])
+    for one, right in zip(found, exact, strict=True):
+        torch.testing.assert_close(one, right, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("counts", [[17], [60, 1, 40]])
+def test_what_is_added_has_the_gradient_of_its_positions_share(counts, pieces):
+    states, weight, target = drawn(counts, 31, 8, dtype=torch.float64)
+    shares = shares_for(counts).double()
+    which = (torch.rand(len(target), 31, generator=torch.Generator().manual_seed(1)) < 0.4).nonzero().T.contiguous()
+    values = torch.randn(which.shape[1], dtype=torch.float64).to(DEVICE)
+    found = {}
+    for impl in ("torch", "reference"):
+        leaves = [x.clone().requires_grad_() for x in (states, weight, values)]
+        added = Pairs(which.to(DEVICE), leaves[2])
+        losses = full_cross_entropies(*leaves[:2], target, counts, added=added, shares=shares, impl=impl)
+        found[impl] = [losses.detach(), *torch.autograd.grad(losses.sum(), leaves)]
+    for one, right in zip(found["torch"], found["reference"], strict=True):
+        torch.testing.assert_close(one, right)

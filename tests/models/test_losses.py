@@ -19,6 +19,7 @@ from recbft.models.losses import (
     gbce_beta,
     sampled_softmax,
     seen_items,
+    shares_of,
 )
 from recbft.models.sasrec import SASRecConfig, sasrec
 
@@ -245,3 +246,70 @@ def test_rows_and_seeds_keep_the_items_before_their_histories():
     assert some.num_earlier.tolist() == [len(parts[n]) for n in kept]
     side = lay_side_by_side([batch, some])
     assert side.batch.earlier.tolist() == batch.earlier.tolist() + some.earlier.tolist()
+
+
+WEIGHTS = torch.tensor([1.0, 0.5, 3, 0, 2, 0.25, 1], dtype=torch.float64)  # of N positions
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("ce", {}),
+        ("sampled_softmax", {"num_negatives": 4}),
+        ("bce", {"num_negatives": 2}),
+        ("gbce", {"num_negatives": 3}),
+        ("bpr", {"num_negatives": 2}),
+    ],
+)
+def test_a_weight_multiplies_the_loss_of_its_position(name, settings):
+    """The mean of the losses that positions have alone, by weight; and equal weights are as none."""
+    states, weight, bias, target = problem()
+    loss = loss_of(name, **settings)
+    own = loss.own_negatives(target) if name in ("bce", "gbce", "bpr") else None
+    loss.own_negatives = lambda target: own[: len(target)] if len(target) == N else own[loss.row][None]
+    drawn = loss.shared_negatives(target, torch.float64) if name == "sampled_softmax" else None
+    loss.shared_negatives = lambda *_: drawn
+    each = []
+    for row in range(N):
+        loss.row = row
+        each.append(loss(states[row : row + 1], weight, bias, target[row : row + 1]))
+    found = loss(states, weight, bias, target, shares=shares_of(WEIGHTS))
+    expected = (WEIGHTS * torch.stack(each)).sum() / WEIGHTS.sum()
+    torch.testing.assert_close(found, expected)
+    inputs = (states, weight, bias)
+    for one, two in zip(torch.autograd.grad(found, inputs), torch.autograd.grad(expected, inputs), strict=True):
+        torch.testing.assert_close(one, two)
+    equal = loss(states, weight, bias, target, shares=shares_of(torch.full((N,), 3.0, dtype=torch.float64)))
+    torch.testing.assert_close(equal, loss(states, weight, bias, target))
+
+
+def test_a_smoothed_loss_and_one_of_unseen_items_are_weighed_too():
+    states, weight, _, target = problem()
+    left_out = torch.tensor([[0, 2, 5], [0, 0, 0]])
+    left_out[1] = (target[left_out[0]] + 1) % V
+    for name, seen, smoothing in (("ce", None, 0.2), ("ce_unseen", left_out, 0.0)):
+        loss = loss_of(name)
+        loss.label_smoothing = smoothing
+        logits = states @ weight.T
+        if seen is not None:
+            logits = logits.index_put(tuple(seen), torch.tensor(float("-inf"), dtype=torch.float64))
+        each = F.cross_entropy(logits, target, reduction="none")
+        each = each + smoothing * (states * (weight[target] - weight.mean(dim=0))).sum(dim=1)
+        found = loss(states, weight, None, target, seen, shares=shares_of(WEIGHTS))
+        torch.testing.assert_close(found, (WEIGHTS * each).sum() / WEIGHTS.sum())
+
+
+@pytest.mark.parametrize("m", [4, 50])
+def test_negatives_from_weighed_targets_are_unbiased(m):
+    """Item j is among them as often as its share of the weights says, whether some are drawn or all are taken."""
+    target = torch.tensor([0, 1, 1, 2, 3, 3, 3])
+    weights = torch.tensor([4.0, 1, 2, 0.5, 1, 1, 0.5], dtype=torch.float64)
+    counts = torch.zeros(V + 1, dtype=torch.float64).index_add(0, target + 1, weights)
+    loss = loss_of("sampled_softmax", counts, num_negatives=m, negatives="in_batch")
+    logits, sums = torch.linspace(-1, 1, V, dtype=torch.float64), []
+    torch.manual_seed(0)
+    for _ in range(1 if m > 7 else 4000):
+        drawn, log_expected = loss.shared_negatives(target, torch.float64, shares_of(weights))
+        sums.append((logits[drawn] - log_expected).exp().sum())
+    expected = logits[:4].exp().sum()
+    torch.testing.assert_close(torch.stack(sums).mean(), expected, rtol=1e-10 if m > 7 else 0.02, atol=0)

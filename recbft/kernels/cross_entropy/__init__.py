@@ -2,6 +2,7 @@
 
     loss = mean_n( log sum_v exp(x_n . w_v) - x_n . w_target(n) )                                (6.3)
 
+Positions may have shares c_n in the place of 1 / N: sum_n c_n (log sum_v exp(x_n . w_v) - x_n . w_target(n)).
 A position may leave items out of its sum, and add something to the logits of a few of them.
 
 Shapes: N positions, V items, D width, S seeds, P pairs that are left out, A pairs that something is added to.
@@ -40,7 +41,12 @@ class Pairs(NamedTuple):
 
 
 def _triton_declines(
-    states: Tensor, *, weight: Tensor, left_out: Tensor | None, added: Pairs | None = None
+    states: Tensor,
+    *,
+    weight: Tensor,
+    left_out: Tensor | None,
+    added: Pairs | None = None,
+    shares: Tensor | None = None,
 ) -> str | None:
     if left_out is not None or added is not None:
         return "treats all items alike"
@@ -68,6 +74,7 @@ def full_cross_entropies_ref(
     counts: Sequence[int],
     left_out: Tensor | None = None,
     added: Pairs | None = None,
+    shares: Tensor | None = None,
 ) -> Tensor:
     """The plain form of ``full_cross_entropies``."""
     logits = [x @ w.T for x, w in zip(states.split(list(counts)), weight, strict=True)]
@@ -78,7 +85,11 @@ def full_cross_entropies_ref(
     if left_out is not None:
         which = by_torch.split(left_out, counts)
         logits = [x.index_put(tuple(p), x.new_tensor(float("-inf"))) for x, p in zip(logits, which, strict=True)]
-    return stack([F.cross_entropy(x, y) for x, y in zip(logits, target.split(list(counts)), strict=True)])  # (6.3)
+    targets = target.split(list(counts))
+    if shares is None:
+        return stack([F.cross_entropy(x, y) for x, y in zip(logits, targets, strict=True)])  # (6.3)
+    each = [F.cross_entropy(x, y, reduction="none") for x, y in zip(logits, targets, strict=True)]
+    return stack([(c * x).sum() for c, x in zip(shares.split(list(counts)), each, strict=True)])
 
 
 PATHS = {
@@ -98,6 +109,7 @@ def full_cross_entropy(
     *,
     left_out: Tensor | None = None,
     added: Pairs | None = None,
+    shares: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
     """Mean cross-entropy of ``softmax(states @ weight.T)`` at the targets.
@@ -108,13 +120,14 @@ def full_cross_entropy(
         target: row of ``weight`` each position should find, (N,), in [0, V).
         left_out: positions, ascending, and the row of ``weight`` that each leaves out of its sum, (2, P); no target.
         added: what some pairs have more than the product.
+        shares: c, (N,), >= 0; None for 1 / N.
         impl: ``auto`` takes the fastest path for the device; ``triton``, ``torch`` and ``reference`` force one.
 
     Returns:
         A scalar, float32 from ``triton``; ``torch`` forms gradients in the forward pass and supports one backward pass.
     """
     loss: Tensor = full_cross_entropies(
-        states, weight[None], target, [len(states)], left_out=left_out, added=added, impl=impl
+        states, weight[None], target, [len(states)], left_out=left_out, added=added, shares=shares, impl=impl
     )[0]
     return loss
 
@@ -128,6 +141,7 @@ def full_cross_entropies(
     *,
     left_out: Tensor | None = None,
     added: Pairs | None = None,
+    shares: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
     """``full_cross_entropy`` of several seeds, (S,).
@@ -137,8 +151,10 @@ def full_cross_entropies(
         weight: (S, V, D).
         counts: positions of each seed, at least 1; their sum is N.
         left_out, added, impl: as above.
+        shares: c of all seeds, (N,).
     """
-    path = choose(impl, PATHS, states, weight=weight, left_out=left_out, added=added)
-    more = () if left_out is None and added is None else (left_out, added)
-    losses: Tensor = path(states, weight, target, counts, *more)
+    path = choose(impl, PATHS, states, weight=weight, left_out=left_out, added=added, shares=shares)
+    given = {"left_out": left_out, "added": added, "shares": shares}
+    more = {name: value for name, value in given.items() if value is not None}
+    losses: Tensor = path(states, weight, target, counts, **more)
     return losses

@@ -18,6 +18,8 @@ largest logit of a position:
     first     m, z over all tiles
     second    dX += exp(l - m) / z W        dW' += (X / z)' exp(l - m)        for each tile of W       (b)
 
+With shares c_n of the positions, these stand in the place of 1 / N: r = c / z, and W_target and X_target times c.
+
 What a position leaves out of its sum has the logit ``NOTHING`` in either form, whose exponential is 0. With a_k added
 to the logit of position n and item i,
 
@@ -59,10 +61,11 @@ def full_cross_entropies(
     counts: Sequence[int],
     left_out: Tensor | None = None,
     added: Pairs | None = None,
+    shares: Tensor | None = None,
 ) -> Tensor:
     """The same as the reference."""
     which, values = (None, None) if added is None else added
-    losses: Tensor = applied(_FullCrossEntropies, states, weight, target, counts, left_out, which, values)
+    losses: Tensor = applied(_FullCrossEntropies, states, weight, target, counts, left_out, which, values, shares)
     return losses
 
 
@@ -85,6 +88,7 @@ class _FullCrossEntropies(torch.autograd.Function):
         left_out: Tensor | None,
         which: Tensor | None,
         values: Tensor | None,
+        shares: Tensor | None,
     ) -> Tensor:
         ctx.counts, learns = list(counts), any(ctx.needs_input_grad)
         nothing = [None] * len(ctx.counts)
@@ -95,8 +99,10 @@ class _FullCrossEntropies(torch.autograd.Function):
             own = split(which, ctx.counts)
             ctx.added = [one.shape[1] for one in own]
             added = list(zip(own, values.split(ctx.added), strict=True))
+        c: Any = nothing if shares is None else shares[:, None].split(ctx.counts)
         parts = zip(states.split(ctx.counts), weight, target.split(ctx.counts), pairs, added, strict=True)
-        losses, d_states, d_weight, d_values = zip(*(_mean_loss(*own, learns) for own in parts), strict=True)
+        found = [_mean_loss(*own, each, learns) for own, each in zip(parts, c, strict=True)]
+        losses, d_states, d_weight, d_values = zip(*found, strict=True)
         if learns:
             more = () if values is None else (_joined(d_values),)
             ctx.save_for_backward(_joined(d_states), _joined(d_weight).reshape(weight.shape), *more)
@@ -110,7 +116,7 @@ class _FullCrossEntropies(torch.autograd.Function):
             d_states = d_states * grad.repeat_interleave(torch.tensor(ctx.counts))[:, None]
             d_weight = d_weight * grad[:, None, None]
             d_values = [one * grad.repeat_interleave(torch.tensor(ctx.added)) for one in d_values]
-        return d_states, d_weight, None, None, None, None, d_values[0] if d_values else None
+        return d_states, d_weight, None, None, None, None, d_values[0] if d_values else None, None
 
 
 def _joined(parts: tuple[Tensor, ...]) -> Tensor:
@@ -124,9 +130,13 @@ def _mean_loss(
     target: Tensor,
     left_out: Tensor | None,
     added: tuple[Tensor, Tensor] | None,
+    shares: Tensor | None,
     with_gradients: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The loss and, where asked for, its gradients dX (N, D), dW (V, D) and those of what is added, (A,)."""
+    """The loss and, where asked for, its gradients dX (N, D), dW (V, D) and those of what is added, (A,).
+
+    ``shares`` is (N, 1), or None.
+    """
     (N, _), V = states.shape, len(weight)
     target_weight = weight[target]  # (N, D)
     largest, at_target = _largest_norm(states) * _largest_norm(weight), None
@@ -140,20 +150,30 @@ def _mean_loss(
     )
     pairs = _Pairs(left_out, added, N, V, rows=rows, items=items)
     in_pieces = _in_blocks if V <= LONGEST_ROW else _in_tiles
-    loss, d_states, d_weight = in_pieces(states, weight, pairs, bool(largest <= SAFE_LOGIT), with_gradients)
-    loss = loss - (states * target_weight).sum(dtype=torch.float64)
+    loss, d_states, d_weight = in_pieces(states, weight, pairs, shares, bool(largest <= SAFE_LOGIT), with_gradients)
+    loss = loss - _total(states * target_weight, shares)
     if added is not None and at_target is not None:
-        loss = loss - added[1][at_target].sum(dtype=torch.float64)
-    loss = (loss / N).to(states.dtype)
+        at = added[0][0][at_target]
+        loss = loss - _total(added[1][at_target], None if shares is None else shares[at, 0])
+    loss = (loss / N if shares is None else loss).to(states.dtype)
     if d_states is None or d_weight is None:
         return loss, None, None, None
-    d_states.add_(target_weight, alpha=-1 / N)
-    d_weight.index_add_(0, target, states.detach(), alpha=-1 / N)
-    return loss, d_states, d_weight, None if at_target is None else pairs.shares(at_target, N)
+    if shares is None:
+        d_states.add_(target_weight, alpha=-1 / N)
+        d_weight.index_add_(0, target, states.detach(), alpha=-1 / N)
+    else:
+        d_states.addcmul_(target_weight, shares, value=-1)
+        d_weight.index_add_(0, target, states.detach() * shares, alpha=-1)
+    return loss, d_states, d_weight, None if at_target is None else pairs.shares(at_target, N, shares)
+
+
+def _total(each: Tensor, shares: Tensor | None) -> Tensor:
+    """The sum of what positions have, times their shares where there are some."""
+    return (each if shares is None else each * shares).sum(dtype=torch.float64)
 
 
 def _in_blocks(
-    states: Tensor, weight: Tensor, pairs: _Pairs, bounded: bool, with_gradients: bool
+    states: Tensor, weight: Tensor, pairs: _Pairs, shares: Tensor | None, bounded: bool, with_gradients: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The sum of log z + shift, and where asked for the gradients of its mean, from blocks of positions."""
     N, rows = len(states), pairs.rows
@@ -167,13 +187,14 @@ def _in_blocks(
         own = states[first : first + rows]
         n = len(own)
         x = _filled_up(own, rows)
+        c = None if shares is None else shares[first : first + rows]
         logits = pairs.fill(product(x, weight, room=room[: len(x)]), first, 0)
         odds, total, shift = exponentials(logits, shifted=not bounded)
         if shift is not None:
-            loss += shift[:n].sum(dtype=torch.float64)
-        loss += total[:n].log().sum(dtype=torch.float64)
+            loss += _total(shift[:n], c)
+        loss += _total(total[:n].log(), c)
         if with_gradients:
-            share = 1 / (N * total)
+            share = 1 / (N * total) if c is None else F.pad(c, (0, 0, 0, len(x) - n)) / total
             torch.mul(product(odds, columns)[:n], share[:n], out=d_states[first : first + rows])
             add_product(d_columns, (x * share).T, odds.T)
             pairs.keep(odds, share, first, 0)
@@ -181,18 +202,18 @@ def _in_blocks(
 
 
 def _in_tiles(
-    states: Tensor, weight: Tensor, pairs: _Pairs, bounded: bool, with_gradients: bool
+    states: Tensor, weight: Tensor, pairs: _Pairs, shares: Tensor | None, bounded: bool, with_gradients: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The same from tiles of positions by items."""
     N = len(states)
     states = _filled_up(states, POSITIONS)
     total, shift = _exponential_sums(states, weight, pairs, bounded=bounded)
-    loss = total[:N].log().sum(dtype=torch.float64)
+    loss = _total(total[:N].log(), shares)
     if shift is not None:
-        loss = loss + shift[:N].sum(dtype=torch.float64)
+        loss = loss + _total(shift[:N], shares)
     if not with_gradients:
         return loss, None, None
-    d_states, d_weight = _gradients(states, weight, total, shift, pairs, count=N)
+    d_states, d_weight = _gradients(states, weight, total, shift, pairs, shares, count=N)
     return loss, d_states[:N], d_weight
 
 
@@ -234,6 +255,7 @@ class _Pairs:
         )
         self.left_out, self.left_bounds, _ = self._by_piece(left_out)
         pairs, values = (None, None) if added is None else added
+        self.position = None if pairs is None else pairs[0]
         self.added, self.bounds, self.order = self._by_piece(pairs)
         if values is not None:
             self.values = values.detach() if self.order is None else values.detach()[self.order]
@@ -275,10 +297,11 @@ class _Pairs:
         position, item = self.added[:, own]
         self.grad[own] = odds[position - first_row, item - first_item] * share[position - first_row, 0]
 
-    def shares(self, at_target: Tensor, N: int) -> Tensor:
+    def shares(self, at_target: Tensor, N: int, shares: Tensor | None) -> Tensor:
         """(c), in the order in which the pairs were given; ``at_target`` (A,) whether a pair's item is the target."""
         grad = self.grad if self.order is None else torch.empty_like(self.grad).index_copy_(0, self.order, self.grad)
-        return grad - at_target.to(grad.dtype) / N
+        hits = at_target.to(grad.dtype)
+        return grad - (hits / N if shares is None else hits * shares[self.position, 0])
 
 
 def _exponential_sums(states: Tensor, weight: Tensor, pairs: _Pairs, *, bounded: bool) -> tuple[Tensor, Tensor | None]:
@@ -298,10 +321,17 @@ def _exponential_sums(states: Tensor, weight: Tensor, pairs: _Pairs, *, bounded:
 
 
 def _gradients(
-    states: Tensor, weight: Tensor, total: Tensor, shift: Tensor | None, pairs: _Pairs, *, count: int
+    states: Tensor,
+    weight: Tensor,
+    total: Tensor,
+    shift: Tensor | None,
+    pairs: _Pairs,
+    shares: Tensor | None,
+    *,
+    count: int,
 ) -> tuple[Tensor, Tensor]:
     """The second pass: dX (N, D) and dW (V, D) of the mean of log z + m over ``count`` positions, the others' x 0."""
-    share = 1 / (count * total)
+    share = 1 / (count * total) if shares is None else F.pad(shares, (0, 0, 0, len(states) - count)) / total
     scaled = states * share
     d_states, d_weight = torch.zeros_like(states), torch.empty_like(weight)
     for items in _pieces(len(weight), ITEMS):

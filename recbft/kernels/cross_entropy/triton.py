@@ -9,11 +9,11 @@ and one pass over the positions finds for every item
 
     dw_v = sum_n (exp(l_nv - m_n - log z_n) - [v = target_n]) x_n / N                              (c)
 
-Where there are few positions, (a) is done for parts of the vocabulary, which are merged in their order, and where there
-are few items, (c) for parts of the positions, which are added up. Every number is written once, by one program that
-adds in a fixed order, so two runs are equal bit for bit. Products take operands of the type of the inputs (of autocast,
-where it is on); sums, losses and what is kept are float32. Logits are counted in units of log 2, since the machine's
-exponential has base 2.
+With shares c_n of the positions these stand in the place of 1 / N. Where there are few positions, (a) is done for parts
+of the vocabulary, which are merged in their order, and where there are few items, (c) for parts of the positions, which
+are added up. Every number is written once, by one program that adds in a fixed order, so two runs are equal bit for
+bit. Products take operands of the type of the inputs (of autocast, where it is on); sums, losses and what is kept are
+float32. Logits are counted in units of log 2, since the machine's exponential has base 2.
 
 Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models (arXiv 2411.09009); without its filter of
 small gradients, which would leave out most of the vocabulary of a recommender.
@@ -51,23 +51,36 @@ LN_2 = tl.constexpr(0.6931471805599453)
 LIFT = tl.constexpr(1024.0)
 
 
-def full_cross_entropies(states: Tensor, weight: Tensor, target: Tensor, counts: Sequence[int]) -> Tensor:
+def full_cross_entropies(
+    states: Tensor, weight: Tensor, target: Tensor, counts: Sequence[int], shares: Tensor | None = None
+) -> Tensor:
     """The same as the reference, in float32."""
     learns = torch.is_grad_enabled()
-    losses: Tensor = applied(_FullCrossEntropies, states, weight, target.contiguous(), list(counts), learns)
+    shares = None if shares is None else shares.float().contiguous()
+    losses: Tensor = applied(_FullCrossEntropies, states, weight, target.contiguous(), list(counts), learns, shares)
     return losses
 
 
 class _FullCrossEntropies(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, target: Tensor, counts: list[int], learns: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        counts: list[int],
+        learns: bool,
+        shares: Tensor | None,
+    ) -> Tensor:
         shape = _Shape.of(states, weight)
         offsets = _offsets(counts, states.device)
         losses, log_total, d_states = _forward(
             shape, states, weight, target, offsets, max(counts), learns and ctx.needs_input_grad[0]
         )
-        ctx.save_for_backward(states, weight, target, offsets, log_total, d_states)
+        ctx.save_for_backward(states, weight, target, offsets, log_total, d_states, shares)
         ctx.shape, ctx.counts = shape, counts
+        if shares is not None:
+            return torch.stack([own.sum() for own in (losses * shares).split(counts)])
         if len(counts) == 1:  # as below, in fewer launches
             return losses.mean(0, keepdim=True)
         return torch.stack([own.mean() for own in losses.split(counts)])
@@ -75,8 +88,13 @@ class _FullCrossEntropies(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        states, weight, target, offsets, log_total, d_states = ctx.saved_tensors
-        if len(ctx.counts) == 1:
+        states, weight, target, offsets, log_total, d_states, shares = ctx.saved_tensors
+        relative = None  # of each position, at most 1: half precision holds no more
+        if shares is not None:
+            largest = shares.amax().clamp(min=torch.finfo(shares.dtype).tiny)
+            relative, share = shares / largest, grad * largest
+            each = grad.repeat_interleave(offsets.diff(), output_size=len(states)) * shares
+        elif len(ctx.counts) == 1:
             each = share = grad / len(states)
         else:
             counts = offsets.diff()
@@ -86,8 +104,10 @@ class _FullCrossEntropies(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             d_x = (d_states * each[:, None]).to(states.dtype)
         if ctx.needs_input_grad[1]:
-            d_w = _item_gradients(ctx.shape, states, weight, target, offsets, max(ctx.counts), log_total, share)
-        return d_x, d_w, None, None, None
+            d_w = _item_gradients(
+                ctx.shape, states, weight, target, offsets, max(ctx.counts), log_total, share, relative
+            )
+        return d_x, d_w, None, None, None, None
 
 
 class Tiles(NamedTuple):
@@ -203,8 +223,9 @@ def _item_gradients(
     largest: int,
     log_total: Tensor,
     share: Tensor,
+    relative: Tensor | None,
 ) -> Tensor:
-    """dw, (S, V, D)."""
+    """dw, (S, V, D), with ``share`` (S,) of each position, times ``relative`` (N,) where there is one."""
     S, V, _ = weight.shape
     held, looped, *_ = shape.tiles
     item_tiles = triton.cdiv(V, held)
@@ -212,7 +233,9 @@ def _item_gradients(
     kind = weight.dtype if parts == 1 else torch.float32
     found = torch.empty((parts, *weight.shape), dtype=kind, device=weight.device)
     _gradient_of_items[(item_tiles, parts, S)](
-        *(states, weight, target, offsets, log_total, share, found, V, part_rows, *states.stride(), *weight.stride()),
+        *(states, weight, target, offsets, log_total, share, share if relative is None else relative, found),
+        *(V, part_rows, *states.stride(), *weight.stride()),
+        WEIGHTED=relative is not None,
         ITEMS=held,
         ROWS=looped,
         **shape.constants,
@@ -321,10 +344,10 @@ def _merge(
 # fmt: off
 @triton.jit
 def _gradient_of_items(
-    states, weight, target, offsets, log_totals, shares,  # read
+    states, weight, target, offsets, log_totals, shares, relative,  # read; the last where it is ``WEIGHTED``
     d_weight,  # written, (P, S, V, D)
     num_items, part_rows, state_stride, state_column, seed_stride, item_stride, item_column,
-    ITEMS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    WEIGHTED: tl.constexpr, ITEMS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
@@ -345,6 +368,8 @@ def _gradient_of_items(
         logits = tl.dot(w, tl.trans(x), input_precision=PRECISION) * LOG2_E
         surplus = tl.exp2(logits - log_total[None, :])
         surplus = tl.where(items[:, None] == wanted[None, :], surplus - 1, surplus)
+        if WEIGHTED:
+            surplus *= tl.load(relative + rows, mask=real, other=0.0)[None, :]
         gradient = tl.dot((surplus * LIFT).to(OPERAND), x, gradient, input_precision=PRECISION)
     gradient *= tl.load(shares + seed) / LIFT
     columns = tl.arange(0, COLUMNS)

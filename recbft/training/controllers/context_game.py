@@ -148,4 +148,5 @@ def cut(batch: Batch, length: int) -> Batch:
         time=keep(batch.time),
         target=keep(batch.target),
         next_time=keep(batch.next_time),
+        weight=keep(batch.weight),
     )
