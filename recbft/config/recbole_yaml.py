@@ -309,7 +309,7 @@ def _refuse_other_evaluation(tree: Mapping[str, Any]) -> None:
         return
     _check_mapping("eval_args", given, "order: TO")
     split, mode = given.get("split", {"RS": None}), given.get("mode", "full")
-    if split != {"LS": "valid_and_test"}:
+    if split != {"LS": "valid_and_test"} and tree.get("benchmark_filename") is None:  # which RecBole does not split
         raise UserError(
             f"eval_args.split is {split!r}; recbft splits by leave-one-out: write split: {{LS: valid_and_test}}"
         )
@@ -327,12 +327,20 @@ def _refuse_other_data(tree: Mapping[str, Any]) -> None:
             "rm_dup_inter and val_interval do not go together: RecBole removes repeated pairs before it filters by "
             "value, recbft after; write recbft's deduplicate and where if that order will do"
         )
-    for key in ("benchmark_filename", "alias_of_item_id"):
-        if tree.get(key) is not None:
-            raise UserError(
-                f"{key} names data that are split already; recbft splits itself: give the whole .inter file"
-            )
+    if tree.get("alias_of_item_id") is not None:
+        raise UserError(
+            "alias_of_item_id names columns that hold whole histories; recbft reads one event per row: leave it out, "
+            "and give .inter files of single events"
+        )
+    parts = tree.get("benchmark_filename")
+    if parts is not None and not (isinstance(parts, (list, tuple)) and len(parts) == 3):
+        raise UserError(
+            f"benchmark_filename is {parts!r}; name the files that train, validate and test, such as [train, valid, "
+            "test]"
+        )
     time = tree.get("TIME_FIELD", tree.get("time", "timestamp"))
+    if time is None and parts is not None:
+        return
     if time is None:
         raise UserError("TIME_FIELD is empty; histories are ordered by time: name the time column")
     load_col = _check_mapping("load_col", tree.get("load_col") or {}, "inter: [user_id, item_id, timestamp]")
@@ -353,13 +361,18 @@ def _data(tree: Mapping[str, Any], asked: str | None) -> dict[str, Any]:
     if name is not None:
         folder = user_path(str(tree.get("data_path", "dataset/"))) / str(name)
         file = folder / f"{name}.inter"
+        if tree.get("benchmark_filename") is not None:
+            parts = zip(("name", "validation", "test"), tree["benchmark_filename"], strict=True)
+            files = {key: str(folder / f"{name}.{part}.inter") for key, part in parts}
+            name = files.pop("name")
+            made |= files
         # RecBole reads ml-100k from its own copy, wherever data_path points.
-        if name != "ml-100k" and (file.is_file() or ("data_path" in tree and asked is None)):
+        elif name != "ml-100k" and (file.is_file() or ("data_path" in tree and asked is None)):
             name = str(file)
-        made = {"dataset": name}
+        made |= {"dataset": name}
         if str(name).endswith(".inter"):
             made |= {"user": "user_id", "item": "item_id"}
-            made |= {} if "time" in tree else {"data.time": "timestamp"}
+            made |= {} if "time" in tree or "TIME_FIELD" in tree else {"data.time": "timestamp"}
     if tree.get("field_separator", "\t") != "\t":
         raise UserError(
             f"field_separator is {tree['field_separator']!r}; atomic files are read with tabs: leave it out, and "

@@ -306,6 +306,11 @@ def read_events(path: Path, how: CardFile, others: Sequence[Path] = ()) -> Event
     if ending(path) == ".item":
         raise UserError(f"{path}: holds features of items; name a file of events, and give this one as items beside it")
     for name, kind in column_types(path).items():
+        if others and kind == "token_seq":
+            raise UserError(
+                f"{path}: column {name!r} holds whole histories, but a split in files of its own has one event per "
+                "row, each once; give such files"
+            )
         if name in named and kind.endswith("_seq"):
             raise UserError(
                 f"{path}: column {name!r} is of type {kind}, a list in each row, but a row holds one event; name the "

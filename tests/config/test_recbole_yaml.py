@@ -264,7 +264,8 @@ def test_a_data_path_is_kept_as_written_and_ml_100k_is_the_bundled_one(read, tmp
         ("eval_args: {split: {LS: valid_and_test}, order: TO, mode: uni100}", "among all items: write mode: full"),
         ("eval_args: full", "eval_args is 'full'; give keys and values"),
         ("repeatable: False", "RecBole's sequential models need True, and filter_seen: true masks what was seen"),
-        ("benchmark_filename: [train, test]", "recbft splits itself: give the whole .inter file"),
+        ("benchmark_filename: [train, test]", "name the files that train, validate and test, such as [train, valid, t"),
+        ("alias_of_item_id: [item_id_list]", "alias_of_item_id names columns that hold whole histories"),
         ("rm_dup_inter: first\nval_interval: {rating: '[4,inf)'}", "RecBole removes repeated pairs before it filters"),
         ("learner: sgd", "learner is 'sgd'; recbft trains with adam"),
         ("user_inter_num_interval: '[5,10]'", "recbft knows no upper bound: write '[5,inf)'"),
@@ -284,7 +285,7 @@ def test_a_data_path_is_kept_as_written_and_ml_100k_is_the_bundled_one(read, tmp
         ("num_layers: 2\ntau: 1\nstopping_step: 3", "unknown keys 'num_layers' (n_layers?), 'tau'; correct each or l"),
         ("min_user_inter_num: 5\nstopping_step: 3", "'min_user_inter_num'; did you mean 'user_inter_num_interval'?"),
         ("model: GRU4Rec\nnum_layers: 1\nloss_type: BPR", "model 'GRU4Rec' is not in recbft; choose one of SASRec, B"),
-        ("benchmark_filename: [train]\neval_args: {split: {RS: [8, 1, 1]}}", "give the whole .inter file"),
+        ("benchmark_filename: train\neval_args: {split: {RS: [8, 1, 1]}}", "benchmark_filename is 'train'; name the"),
         ("val_interval: {rating: 3}", "val_interval.rating is '3'; write one interval, such as '[5,inf)'"),
         ("item_inter_num_interval: '[1e400,inf)'", "which no number of events reaches; write one such as '[5,inf)'"),
         ("load_col: [user_id]", "load_col is ['user_id']; give keys and values, such as inter: [user_id, item_id"),
@@ -327,6 +328,26 @@ def test_a_file_of_our_own_is_left_alone(read):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert read("model: sasrec\nepochs: 5\nhidden_size: 32\n").training.batch_targets is None
+
+
+def test_files_that_recbole_takes_as_split_are_the_parts_of_the_data(read, tmp_path):
+    (tmp_path / "shop").mkdir()
+    parts = {"train": "1\ta\t1\n1\tb\t2\n2\tb\t1\n", "valid": "1\tc\t3\n", "test": "1\ta\t4\n2\tc\t5\n"}
+    for part, rows in parts.items():
+        text = f"user_id:token\titem_id:token\ttimestamp:float\n{rows}"
+        (tmp_path / "shop" / f"shop.{part}.inter").write_text(text)
+    split = "benchmark_filename: [train, valid, test]\neval_args: {split: {RS: [8, 1, 1]}, order: TO}\n"
+    config = read(f"dataset: shop\ndata_path: {tmp_path}\n{split}").data
+    assert config.time == "timestamp" and config.splitting().split == "given"
+    dataset = config.load()
+    assert dataset.name == "shop" and dataset.split.counts["training"]["events"] == 3
+    assert dataset.decode(dataset.split.test.target).tolist() == ["a", "c"]
+    untimed = read(f"dataset: shop\ndata_path: {tmp_path}\nTIME_FIELD: ~\n{split}").data
+    assert untimed.time is None and untimed.load().times is None
+    augmented = "user_id:token\titem_id_list:token_seq\titem_id:token\ttimestamp:float\n1\ta b\tc\t1\n"
+    (tmp_path / "shop" / "shop.train.inter").write_text(augmented)
+    with pytest.raises(UserError, match="'item_id_list' holds whole histories"):
+        config.load()
 
 
 def test_a_batch_holds_about_as_many_targets_as_recboles_would(read, tmp_path):
