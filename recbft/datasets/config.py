@@ -70,6 +70,13 @@ class DataConfig:
             kinds_in(self.item_kinds)
         self.preparation()  # checks the values it holds
         check_parts_named(self.split_column, self.validation, self.test)
+        own = next((key for key in ("split_column", *PART_FILES) if getattr(self, key) is not None), None)
+        if own is not None and self.split not in (None, "given"):
+            raise UserError(
+                f"split is {self.split!r}, but {own} names a split of the data's own; leave one of them out"
+            )
+        if own is not None:
+            object.__setattr__(self, "split", "given")
         self.splitting()
 
     @classmethod
@@ -221,9 +228,4 @@ class DataConfig:
 
     def splitting(self) -> Splitting:
         """How the data set is split."""
-        own = next((key for key in ("split_column", *PART_FILES) if getattr(self, key) is not None), None)
-        if own is not None and self.split not in (None, "given"):
-            raise UserError(
-                f"split is {self.split!r}, but {own} names a split of the data's own; leave one of them out"
-            )
-        return Splitting.of(vars(self) if own is None else {**vars(self), "split": "given"})
+        return Splitting.of(vars(self))

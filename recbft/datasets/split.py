@@ -135,7 +135,8 @@ class Splitting:
         for name, without in (("split_at", ("leave_one_out", "given")), ("test_at", ("leave_one_out", "given")),
                               ("split_targets", ("leave_one_out",))):  # fmt: skip
             if self.split in without and getattr(self, name) != getattr(Splitting, name):
-                raise UserError(f"{name} has no effect with split {self.split}; set split=global_time, or leave it out")
+                others = "global_time or given" if name == "split_targets" else "global_time"
+                raise UserError(f"{name} has no effect with split {self.split}; set split={others}, or leave it out")
         if self.hold_out_seed and not self.hold_out_items:
             raise UserError("hold_out_seed has no effect without hold_out_items; leave it out, or set hold_out_items")
 

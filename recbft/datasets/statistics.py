@@ -91,7 +91,7 @@ def remarks(dataset: Dataset) -> list[str]:
     short = {name: number for name, number in record.get("dropped", {}).items() if name.startswith("users_under_")}
     for name, number in short.items():
         if number:
-            more = "; min_history=2 trains on those of 2" if record["filters"].get("min_history", 3) > 2 else ""
+            more = "; min_history=2 trains on those of 2" if name == "users_under_3_events" else ""
             users = f"{number:,} of {record['before']['users']:,} users"
             lines.append(f"left out: {users}, who have {name.removeprefix('users_').replace('_', ' ')}{more}")
     lines += split_remarks(dataset)

@@ -11,6 +11,7 @@ from typing import Any
 
 from recbft.comparing.comparison import Arm, Comparison
 from recbft.config.fields import verbatim
+from recbft.datasets.config import PART_FILES
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import lists_of
 from recbft.evaluation.metrics import SETTINGS, config_hash, counted_users, headline_setting
@@ -287,7 +288,9 @@ def _training_command(arm: Arm) -> str | None:
     try:
         config = load_run_config(**sections)
         older = config.training.warm_start and _placeless(config.training.warm_start)
-        settings = settings_of(replace(config, training=replace(config.training, warm_start=older)))
+        parts = {key: file and _placeless(file) for key in PART_FILES for file in [getattr(config.data, key)]}
+        data = replace(config.data, validation=parts["validation"], test=parts["test"])
+        settings = settings_of(replace(config, data=data, training=replace(config.training, warm_start=older)))
     except UserError:
         return None
     words = ["recbft", "train", "-m", config.model, "-d", _placeless(str(config.data.dataset)), "--arm", config.arm]

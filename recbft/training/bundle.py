@@ -185,9 +185,15 @@ def refuse_other_settings(there: Mapping[str, Any], now: Mapping[str, Any], what
     Args:
         what: what was begun and the verb, such as "DIR holds a run with".
     """
-    before, after = ({**one, "data": Splitting.of(one.get("data") or {}).chosen()} for one in (there, now))
+    before, after = ({**one, "data": _split_asked(one.get("data") or {})} for one in (there, now))
     if config_hash(before) != config_hash(after):
         raise UserError(f"{what} {first_difference(before, after)}; {remedy}")
+
+
+def _split_asked(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What settings say of the split, but for that it is the data's own: this the data say, and their hash."""
+    chosen = Splitting.of(data).chosen()
+    return {key: value for key, value in chosen.items() if (key, value) != ("split", "given")}
 
 
 def refuse_other_data(begun: Mapping[str, Any], dataset: Dataset, what: str, remedy: str) -> None:

@@ -1,0 +1,80 @@
+"""A split and weights of one's own in the commands: train, show, prepare, evaluate and compare."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from tests.cli.conftest import run
+
+SMALL = ["--set", "hidden_size=8", "--set", "max_length=8", "--set", "epochs=1", "--set", "device=cpu"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """train.csv, valid.csv and test.csv with times and weights, and all.csv with a column that says the part."""
+    folder = tmp_path_factory.mktemp("files")
+    rng = np.random.default_rng(0)
+    rows = [(f"u{u}", f"i{rng.integers(12)}", 100 * t, rng.choice([0.5, 2])) for u in range(20) for t in range(1, 7)]
+    frame = pd.DataFrame(rows, columns=["user_id", "item_id", "when", "value"])
+    frame["part"] = np.where(frame["when"] < 500, "train", np.where(frame["when"] < 600, "valid", "test"))
+    for part, own in frame.groupby("part"):
+        own.drop(columns="part").to_csv(folder / f"{part}.csv", index=False)
+    frame.sample(frac=1, random_state=0).to_csv(folder / "all.csv", index=False)
+    return folder
+
+
+def of_files(files):
+    return [files / "train.csv", "--validation", files / "valid.csv", "--test", files / "test.csv", "--time", "when"]
+
+
+def test_three_files_train_a_run_that_is_evaluated_and_compared_as_they_say(capsys, files, tmp_path):
+    words = ["train", "-d", *of_files(files), "--weight", "value", *SMALL, "--out", tmp_path]
+    code, _, err = run(capsys, *words, "--name", "a")
+    assert code == 0, err
+    assert "validation: 20 targets of 20 users (0 new)" in err and "test: 20 targets of 20 users" in err
+    protocol = json.loads((tmp_path / "a" / "protocol.json").read_text())
+    assert protocol["split"].startswith("given with the data") and protocol["config"]["data"]["weight"] == "value"
+    code, evaluated, err = run(capsys, "evaluate", tmp_path / "a")
+    assert code == 0 and "given with the data" in evaluated, err
+    # the same parts by a column, in any order of rows
+    by_column = ["-d", files / "all.csv", "--set", "split_column=part", "--set", "weight=value", "--set", "time=when"]
+    arms = ["--arms", "matched,bft", "--seeds", "0-1", "-j", "1", *SMALL, "--set", "epochs=0", "--out", tmp_path / "d"]
+    code, out, err = run(capsys, "compare", *by_column, *arms)
+    assert code == 0 and "given with the data" in out, err
+
+
+def test_show_and_prepare_keep_parts_and_weights(capsys, files, tmp_path):
+    code, shown, err = run(capsys, "data", "show", *of_files(files), "--weight", "value")
+    assert code == 0, err
+    assert "split: given with the data" in shown and "weights" in shown and "0.5 to 2, mean" in shown
+    words = ["data", "prepare", *of_files(files), "--weight", "value", "--out"]
+    code, _, err = run(capsys, *words, tmp_path / "kept.parquet")
+    assert code == 0, err
+    _, again, _ = run(capsys, "data", "show", tmp_path / "kept.parquet")
+    assert again.splitlines()[1:] == shown.splitlines()[1:]
+    code, _, err = run(capsys, *words, tmp_path / "recbole", "--to", "recbole")
+    assert code == 2 and "a split of the data's own cannot be written for RecBole; take --to parquet" in err
+    code, _, err = run(capsys, *words, files / "test.csv")
+    assert code == 2 and "is the file that is read" in err
+
+
+def test_weights_are_written_for_recbole_and_read_back(capsys, files, tmp_path):
+    words = ["data", "prepare", files / "all.csv", "--time", "when", "--weight", "value", "--to", "recbole", "--out"]
+    code, _, err = run(capsys, *words, tmp_path / "atomic")
+    assert code == 0, err
+    config = next((tmp_path / "atomic").glob("*.yaml"))
+    code, _, err = run(capsys, "train", "--config", config, *SMALL, "--out", tmp_path, "--name", "run", "-q")
+    assert code == 0, err
+    assert json.loads((tmp_path / "run" / "protocol.json").read_text())["config"]["data"]["weight"] == "weight"
+
+
+def test_half_a_split_is_refused_in_one_line(capsys, files, tmp_path):
+    words = ["train", "-d", files / "train.csv", "--out", tmp_path]
+    code, _, err = run(capsys, *words, "--test", files / "test.csv")
+    assert code == 2 and "validation is missing: a split in files of its own has one that validates" in err
+    code, _, err = run(capsys, *words, "--validation", files / "valid.csv", "--test", files / "nothing.csv")
+    assert code == 2 and "nothing.csv: no such file" in err
