@@ -65,6 +65,13 @@ def recommend(
         Path | None,
         typer.Option(metavar="FILE", help="The only items that lists may hold, as in --exclude; for each user too."),
     ] = None,
+    cap: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FEATURE=N",
+            help="At most N items of a list share a value of this item feature, such as category=3. Repeat for more.",
+        ),
+    ] = None,
     fallback: Annotated[
         Fallback | None,
         typer.Option(
@@ -92,6 +99,7 @@ def recommend(
     if out is not None and out.suffix.lower() not in (".parquet", ".csv"):
         raise UserError(f"{out}: the ending {out.suffix!r} is not known; let the name end in .parquet or .csv")
 
+    caps = _caps(cap)
     from recbft.api import Recommender
     from recbft.datasets.formats import source_files
     from recbft.experiments.processes import terminable
@@ -119,7 +127,7 @@ def recommend(
         barred, only = (_choice(file, recommender.config.data, how) for file in (exclude, candidates))
         instead: Any = None if fallback is None else fallback.value
         blocks = recommender.recommend_in_blocks(
-            events, k, filter_seen=not keep_seen, exclude=barred, candidates=only, fallback=instead
+            events, k, filter_seen=not keep_seen, exclude=barred, candidates=only, cap=caps, fallback=instead
         )
         del events  # the blocks know what they need of them
         _report(summed(_write(blocks, out)), k)
@@ -249,6 +257,17 @@ def _choice(file: Path | None, own: DataConfig, how: dict[str, Any]) -> list[Any
     if ending(file) in _TABLES:
         raise UserError(f"{file}: no column 'item_id' (columns: {', '.join(there)}); name it with --item")
     return _lines(file)
+
+
+def _caps(given: Sequence[str] | None) -> dict[str, int] | None:
+    """What --cap says, feature -> number."""
+    found: dict[str, int] = {}
+    for text in given or ():
+        name, _, number = text.rpartition("=")
+        if not (name and number.isdecimal()):
+            raise UserError(f"--cap {text} cannot be read; write FEATURE=N, such as category=3")
+        found[name] = int(number)
+    return found or None
 
 
 def _lines(file: Path) -> list[str]:

@@ -235,7 +235,10 @@ class Recommender:
         folder = self._own_run().checkpoint / CONTENT_FOLDER
         grown = with_items(trained.model, trained.vocabulary, trained.counts, folder, items, item=item, events=events)
         other = copy.copy(self)
-        other._trained = trained._replace(model=grown.model, vocabulary=grown.vocabulary, counts=grown.counts)
+        labels = trained.labels if grown.features is None else trained.labels.beside(grown.features)
+        other._trained = trained._replace(
+            model=grown.model, vocabulary=grown.vocabulary, counts=grown.counts, labels=labels
+        )
         return other
 
     def evaluate(self, dataset: Dataset | None = None, part: Literal["validation", "test"] = "test") -> Evaluation:
@@ -270,6 +273,7 @@ class Recommender:
         filter_seen: bool = True,
         exclude: Choice | None = None,
         candidates: Choice | None = None,
+        cap: Mapping[str, int] | None = None,
         fallback: Fallback | None = None,
     ) -> pd.DataFrame:
         """The k best items for each history, with their probabilities and the posterior precision behind each list.
@@ -286,6 +290,9 @@ class Recommender:
             candidates: raw ids of the only items that lists may hold, or a mapping from users to them: a user without
                 an entry gets an empty list. Unknown ids in ``exclude`` and ``candidates`` have no effect, unless all
                 are: then the first is warned about and the second refused.
+            cap: feature -> how many items of a list may share a value of it, at least 1, such as ``{"category": 3}``;
+                the next best fill the list. Of a set of categories any shared one counts; items without a value are
+                not capped. The run keeps the categories and sets of the item features of its data.
             fallback: "popular" gives users without a known item, and those of whom no item is left, the items that
                 have most events in training; ``filter_seen`` does not apply to them, the other filters do.
 
@@ -307,7 +314,7 @@ class Recommender:
         return joined(
             self._lists(
                 recommend_in_blocks, histories, k, filter_seen=filter_seen, exclude=exclude, candidates=candidates,
-                fallback=fallback,
+                cap=cap, fallback=fallback,
             )
         )  # fmt: skip
 
@@ -319,6 +326,7 @@ class Recommender:
         filter_seen: bool = True,
         exclude: Choice | None = None,
         candidates: Choice | None = None,
+        cap: Mapping[str, int] | None = None,
         fallback: Fallback | None = None,
     ) -> list[Recommended]:
         """As ``recommend``, in plain Python values and in less time: for a service.
@@ -332,7 +340,7 @@ class Recommender:
         """
         return self._lists(
             recommend_lists, histories, k, filter_seen=filter_seen, exclude=exclude, candidates=candidates,
-            fallback=fallback,
+            cap=cap, fallback=fallback,
         )  # fmt: skip
 
     def recommend_in_blocks(
@@ -343,6 +351,7 @@ class Recommender:
         filter_seen: bool = True,
         exclude: Choice | None = None,
         candidates: Choice | None = None,
+        cap: Mapping[str, int] | None = None,
         fallback: Fallback | None = None,
     ) -> Iterator[pd.DataFrame]:
         """As ``recommend``, some thousand users after the other, so that memory does not grow with the lists.
@@ -353,7 +362,7 @@ class Recommender:
         """
         return self._lists(
             recommend_in_blocks, histories, k, filter_seen=filter_seen, exclude=exclude, candidates=candidates,
-            fallback=fallback,
+            cap=cap, fallback=fallback,
         )  # fmt: skip
 
     def similar_items(self, item: Any, k: int = 10) -> pd.DataFrame:
@@ -558,9 +567,9 @@ class Recommender:
 
     def _lists(self, ask: Callable[..., T], histories: Histories, k: int, *, filter_seen: bool, **how: Any) -> T:
         """What ``ask`` makes of histories, with what it takes of the run for it."""
-        calibration, popular = self.calibration(filter_seen=filter_seen), self._fitted().counts
+        calibration, trained = self.calibration(filter_seen=filter_seen), self._fitted()
         named = self._in_usual_columns(histories)
-        ask = partial(self._of_model(ask), calibration=calibration, popular=popular)
+        ask = partial(self._of_model(ask), calibration=calibration, popular=trained.counts, labels=trained.labels)
         return ask(named, k, filter_seen=filter_seen, **how)
 
     def _in_usual_columns(self, histories: Any) -> Any:

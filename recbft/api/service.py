@@ -25,7 +25,7 @@ from recbft.runs.folder import RunFolder
 from recbft.serving.histories import as_list
 from recbft.serving.lists import Recommended, check_k
 
-KEYS = ("histories", "times", "k", "exclude", "candidates", "filter_seen", "fallback")  # of a request for lists
+KEYS = ("histories", "times", "k", "exclude", "candidates", "cap", "filter_seen", "fallback")  # of a request for lists
 TRY_AGAIN = 30.0  # seconds after which a run that could not be loaded is tried again: it may have been half copied
 Identity = tuple[str, int, int]
 _EXAMPLE = 'such as {"histories": {"ann": ["tea", "milk"]}, "k": 10}'

@@ -65,7 +65,7 @@ def from_run(run: str | Path, config: Any, dataset: Any) -> Adapter:
     """
     if not hasattr(dataset, "field2id_token"):
         raise UserError(f"dataset is a {type(dataset).__name__}; give RecBole's data set, such as train_data._dataset")
-    _, run_config, vocabulary, _, model = load_trained(run)
+    _, run_config, vocabulary, _, _, model = load_trained(run)
     adapter: Adapter = adapter_for(run_config.model)(config, dataset, run_config)
     numbers = vocabulary.encode(adapter.item_tokens[1:].tolist())
     _check_same_items(numbers, adapter.item_tokens[1:], model, str(run))

@@ -24,6 +24,7 @@ from recbft.evaluation.probability import Calibration
 from recbft.evaluation.top_k import TopK, top_k
 from recbft.evaluation.views import evaluation_mode
 from recbft.models.contract import ItemTable, SequenceModel, read_histories
+from recbft.serving.caps import Caps, Labels
 from recbft.serving.filters import Choice, Filters, IntArray, Pairs
 from recbft.serving.histories import Encoded, Histories, Users, column_of, encode
 from recbft.system.torch_state import threads_for
@@ -42,6 +43,7 @@ class Asked(NamedTuple):
     popular: Tensor | None = None  # (V + 1,) what ranks the items for those without a list; None leaves them without
     calibration: Calibration | None = None  # makes the probabilities, NaN without it
     memory_mb: float = 256.0
+    caps: Caps | None = None
 
 
 class Lists(NamedTuple):
@@ -74,8 +76,10 @@ def recommend_in_blocks(
     filter_seen: bool = True,
     exclude: Choice | None = None,
     candidates: Choice | None = None,
+    cap: Mapping[str, int] | None = None,
     fallback: Fallback | None = None,
     popular: Tensor | None = None,
+    labels: Labels | None = None,
     memory_mb: float = 256.0,
     calibration: Calibration | None = None,
     time_unit: str | None = None,
@@ -84,7 +88,8 @@ def recommend_in_blocks(
 
     A model that reads event times takes a data frame whose third column ``timestamp`` holds dates, or whole numbers in
     the unit of the training data: ``time_unit``, which is None where that data held whole numbers too. What is finer
-    in a date is cut off. ``popular`` ranks items for the fallback, (V + 1,), such as their counts in training.
+    in a date is cut off. ``popular`` ranks items for the fallback, (V + 1,), such as their counts in training, and
+    ``labels`` are what caps are of.
 
     Raises:
         ColdStartError: no history holds an item that the model knows, and there is no fallback.
@@ -100,9 +105,8 @@ def recommend_in_blocks(
         keep_empty=model.same_for_all or fallback is not None,
     )  # fmt: skip
     filters = Filters.of(vocabulary, encoded.users, exclude, candidates)
-    return blocks_of_lists(
-        model, vocabulary, encoded, Asked(k, bool(filter_seen), filters, shown, calibration, memory_mb)
-    )
+    asked = Asked(k, bool(filter_seen), filters, shown, calibration, memory_mb, Caps.of(labels, cap))
+    return blocks_of_lists(model, vocabulary, encoded, asked)
 
 
 def recommend_lists(
@@ -114,8 +118,10 @@ def recommend_lists(
     filter_seen: bool = True,
     exclude: Choice | None = None,
     candidates: Choice | None = None,
+    cap: Mapping[str, int] | None = None,
     fallback: Fallback | None = None,
     popular: Tensor | None = None,
+    labels: Labels | None = None,
     memory_mb: float = 256.0,
     calibration: Calibration | None = None,
     time_unit: str | None = None,
@@ -126,7 +132,7 @@ def recommend_lists(
     shown = _check_fallback(fallback, popular)
     encoded = encode(histories, vocabulary, reads_times=model.reads_times, time_unit=time_unit, keep_empty=True)
     filters = Filters.of(vocabulary, encoded.users, exclude, candidates)
-    asked = Asked(k, bool(filter_seen), filters, shown, calibration, memory_mb)
+    asked = Asked(k, bool(filter_seen), filters, shown, calibration, memory_mb, Caps.of(labels, cap))
     answers: list[Recommended] = []
     for rows in _portions(encoded, asked, len(vocabulary)):
         found = _lists(model, encoded, rows, asked)
@@ -310,6 +316,17 @@ def _best(
     states: Tensor, table: ItemTable, left_out: Pairs | None, filters: Filters, asked: Asked, **more: Any
 ) -> TopK:
     """The best items of each state, without those of ``left_out`` and by the filters of the same histories."""
+    if asked.caps is not None:
+        users = more.pop("user_ids", None)
+
+        def some(rows: IntArray, k: int) -> TopK:
+            own = {} if users is None else {"user_ids": [users[row] for row in rows]}
+            without = None if left_out is None else left_out.rows(rows)
+            uncapped = asked._replace(k=k, caps=None)
+            return _best(states[rows], table, without, filters.rows(rows), uncapped, **more, **own)
+
+        num_items = len(table.weight) - 1
+        return asked.caps.lists(some, len(states), asked.k, _longest(asked._replace(k=num_items), num_items))
     only = filters.only
     return top_k(
         states,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from recbft.datasets.content import ItemContent
+from recbft.datasets.features import ItemFeatures
 from recbft.datasets.vocabulary import Vocabulary, shown_id
 from recbft.errors import UserError
 from recbft.models.backbone import Backbone
@@ -27,6 +28,7 @@ class Grown(NamedTuple):
     vocabulary: Vocabulary
     counts: Tensor  # (V + N + 1,) events of each item in training, 0 for the new ones
     num_new: int  # N
+    features: ItemFeatures | None  # of the new ones, in their order
 
 
 def with_items(
@@ -59,7 +61,7 @@ def with_items(
     features = transform.read(given, item=item)
     new = np.flatnonzero(vocabulary.encode(features.ids) == 0)
     if not len(new):
-        return Grown(model, vocabulary, counts, 0)
+        return Grown(model, vocabulary, counts, 0, None)
     chosen = features.aligned(features.ids[new])
     content = transform.matrix(chosen)
     unknown = ~content.known[1:]
@@ -80,4 +82,4 @@ def with_items(
             raise UserError(f"events counts {shown_id(unknown_ids[0])}, which is none of the new items")
         seen[torch.from_numpy(index)] = torch.tensor([int(number) for number in events.values()])
     grown = model.with_items(torch.from_numpy(content.values[1:]), seen[len(vocabulary) + 1 :])
-    return Grown(grown, longer, torch.cat([counts, counts.new_zeros(len(new))]), len(new))
+    return Grown(grown, longer, torch.cat([counts, counts.new_zeros(len(new))]), len(new), chosen)

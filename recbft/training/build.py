@@ -230,7 +230,7 @@ def warm_start(model: torch.nn.Module, config: RunConfig, dataset: Dataset) -> d
     assert isinstance(model, TrainableModel)  # a setting of training is refused of others
     folder, weights = RunFolder.open(path).checkpoint, None
     while (now := best_digest(folder)) != weights:  # a training that goes on may put better ones in their place
-        weights, (run, their_config, vocabulary, _, older) = now, load_trained(path)
+        weights, (run, their_config, vocabulary, _, _, older) = now, load_trained(path)
     changed = differences(to_dict(config), to_dict(their_config))
     differing = [f"{key} {theirs!r} (here {ours!r})" for key, (ours, theirs) in changed.items()]
     rows = _rows_of(dataset, vocabulary, run.path)

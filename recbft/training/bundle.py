@@ -2,7 +2,8 @@
 
 The vocabulary lies beside the best weights, so that no data set is needed:
 
-checkpoint/vocabulary.parquet    item_id, training_count; a row per item, index order
+checkpoint/vocabulary.parquet    item_id, training_count, and the categories and sets of item features by which lists
+                                 can be capped, as feature:NAME; a row per item, index order
 checkpoint/content/              how item features become vectors, where the model reads some
 """
 
@@ -42,6 +43,8 @@ from recbft.training.run_config import RunConfig, run_config_of
 
 CONTENT_FOLDER = "content"  # how item features become vectors
 VOCABULARY_FILE = "vocabulary.parquet"
+LABEL = "feature:"  # begins the name of a column of labels there
+LABELS = ("category", "set")  # kinds of features
 OF_THE_MODEL = ("model", "arm", "mixer", "backbone", "mixing", "moe", "core")  # of a configuration
 
 
@@ -52,12 +55,18 @@ def write_vocabulary(folder: Path, dataset: Dataset, content: ItemContent | None
         content.save(folder / CONTENT_FOLDER)
     path = folder / VOCABULARY_FILE
     try:
-        ids, _ = _read_vocabulary(path)
+        ids, _, _ = _read_vocabulary(path)
         is_whole = vocabulary_hash(ids) == vocabulary_hash(dataset.item_ids)
     except UserError:  # missing, or damaged
         is_whole = False
     if not is_whole:
-        write_parquet(path, pd.DataFrame({"item_id": dataset.item_ids, "training_count": dataset.training_counts[1:]}))
+        frame = pd.DataFrame({"item_id": dataset.item_ids, "training_count": dataset.training_counts[1:]})
+        table = pa.Table.from_pandas(frame, preserve_index=False)
+        known = {} if dataset.features is None else dataset.features.kinds
+        for name in (name for name, kind in known.items() if kind in LABELS):
+            assert dataset.features is not None
+            table = table.append_column(LABEL + name, dataset.features.table.column(name))
+        write_parquet(path, table)
 
 
 def item_content(config: RunConfig, dataset: Dataset) -> ItemContent | None:
@@ -76,6 +85,7 @@ class Trained(NamedTuple):
     config: RunConfig
     vocabulary: Vocabulary
     counts: torch.Tensor  # (V + 1,) events of each item in training, index 0 padding
+    labels: Any  # pyarrow, a row per item: the categories and sets that are known of it
     model: nn.Module
 
 
@@ -88,7 +98,7 @@ def load_trained(path: str | Path) -> Trained:
     run = RunFolder.open(path)
     config = own_config(run)
     state = checkpoint.load_state(run.checkpoint)
-    ids, counts = _read_vocabulary(run.checkpoint / VOCABULARY_FILE)
+    ids, counts, labels = _read_vocabulary(run.checkpoint / VOCABULARY_FILE)
     if vocabulary_hash(ids) != state.vocabulary_hash:
         raise UserError(
             f"{run.checkpoint / VOCABULARY_FILE} is not the vocabulary that {run.path} was trained with; "
@@ -106,7 +116,7 @@ def load_trained(path: str | Path) -> Trained:
             "train again into a new folder"
         ) from None
     model.eval()
-    return Trained(run, config, Vocabulary(ids), counts, model)
+    return Trained(run, config, Vocabulary(ids), counts, labels, model)
 
 
 def model_for(config: RunConfig, training_counts: Tensor, weights: Mapping[str, Tensor]) -> nn.Module:
@@ -237,7 +247,7 @@ def _lacking(written: Any, begun: Mapping[str, Any], prefix: str = "") -> Iterat
             yield from _lacking(written[key], value, f"{prefix}{key}.")
 
 
-def _read_vocabulary(path: Path) -> tuple[Any, torch.Tensor]:
+def _read_vocabulary(path: Path) -> tuple[Any, torch.Tensor, Any]:
     try:
         with open(path, "rb") as file:  # the path itself need not be UTF-8
             table = pq.read_table(file)
@@ -248,4 +258,6 @@ def _read_vocabulary(path: Path) -> tuple[Any, torch.Tensor]:
         raise UserError(f"{path} is damaged ({error}); restore it, or train again into a new folder") from None
     numeric = pa.types.is_integer(ids.type)
     raw = ids.to_numpy().astype(np.int64) if numeric else np.array(ids.to_pylist(), dtype=object)
-    return raw, torch.from_numpy(np.concatenate([[0], counts]))
+    names = [name for name in table.column_names if name.startswith(LABEL)]
+    labels = table.select(names).rename_columns([name.removeprefix(LABEL) for name in names])
+    return raw, torch.from_numpy(np.concatenate([[0], counts])), labels

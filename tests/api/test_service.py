@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from recbft import Recommender
+from recbft import Dataset, Recommender
 from recbft.api import service as service_module
 from recbft.api.service import Limits, Service
 from recbft.errors import UserError
@@ -156,3 +156,18 @@ def test_a_folder_without_a_finished_run_is_refused(tmp_path, two_runs):
     for path, message in ((tmp_path / "none", "there is no run folder"), (tmp_path / "run", "is not finished")):
         with pytest.raises(UserError, match=message):
             Service(path)
+
+
+def test_a_request_caps_its_lists(two_runs, tmp_path):
+    log = pd.DataFrame({"user_id": np.repeat(np.arange(6), 5), "item_id": list("abcde") * 6})
+    items = pd.DataFrame({"item_id": list("abcde"), "kind": list("xxxyy")})
+    Recommender("pop").fit(Dataset.from_frame(log, items=items), out=tmp_path / "run")
+    asked = {"histories": {"ann": []}, "cap": {"kind": 1}}
+    assert Service(tmp_path / "run").recommend(asked)["lists"][0]["items"] == ["a", "d"]
+    for cap, said in (
+        ({"kind": "1"}, "cap of 'kind' is '1'"),
+        ([1], r"cap is \[1\]"),
+        ({"size": 1}, "cap names 'size'"),
+    ):
+        with pytest.raises(UserError, match=said):
+            Service(tmp_path / "run").recommend({**asked, "cap": cap})

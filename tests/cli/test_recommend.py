@@ -391,3 +391,19 @@ def test_a_run_of_sessions_reads_histories_by_their_sessions(capsys, tmp_path, b
     frame.drop(columns="visit").to_csv(tmp_path / "users.csv", index=False)
     code, out, err = run(capsys, *words, tmp_path / "users.csv")
     assert code == 0 and [line.split(",")[0] for line in out.splitlines()[1:]] == ["bob", "ann"], err
+
+
+def test_a_cap_holds_for_every_list_and_is_read_as_feature_and_number(capsys, tmp_path):
+    log = pd.DataFrame({"user_id": np.repeat(np.arange(6), 5), "item_id": list("abcde") * 6})
+    log.to_csv(tmp_path / "log.csv", index=False)
+    pd.DataFrame({"item_id": list("abcde"), "kind": list("xxxyy")}).to_csv(tmp_path / "items.csv", index=False)
+    words = ["train", "-m", "pop", "-d", tmp_path / "log.csv", "--items", tmp_path / "items.csv", "--out", tmp_path]
+    assert run(capsys, *words, "--name", "run")[0] == 0
+    words = ["recommend", tmp_path / "run", "--keep-seen", "--histories", tmp_path / "log.csv", "--cap"]
+    code, out, err = run(capsys, *words, "kind=1")
+    assert code == 0 and [line.split(",")[1] for line in out.splitlines()[1:3]] == ["a", "d"], err
+    assert "users with fewer than 10 items left: 6, the fewest 2" in err
+    code, _, err = run(capsys, *words, "kind")
+    assert code == 2 and "--cap kind cannot be read; write FEATURE=N, such as category=3" in err
+    code, _, err = run(capsys, *words, "year=2")
+    assert code == 2 and "cap names 'year'; choose one of kind" in err

@@ -63,7 +63,7 @@ def test_a_join_is_a_run_that_needs_neither_of_the_two(runs, described, tmp_path
     assert made.is_finished and sorted(path.name for path in tmp_path.iterdir()) == ["belief", "content", "join"]
     shutil.rmtree(first)
     shutil.rmtree(second)
-    run, own, vocabulary, _, model = load_trained(shutil.move(made.path, tmp_path / "elsewhere"))
+    run, own, vocabulary, _, _, model = load_trained(shutil.move(made.path, tmp_path / "elsewhere"))
     assert (own.model, own.seed, model.weights.shape) == ("join", 0, (number, 2))
     assert [part.model for part in own.parts.values()] == ["sasrec", "content-cosine"]
     assert own.parts["second"].backbone.content_decay == 0.5 and vocabulary.ids.tolist() == described.item_ids.tolist()
