@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from dataclasses import replace
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.language import llama2c, perplexity
+from benchmarks.language import finetune, llama2c, perplexity
 from benchmarks.language.model import Arm, Focal, Size, Windows, inside, make_model, perplexities, token_losses, train
 from benchmarks.language.text import SOURCES, by_characters, by_pairs, load_corpus, read_text
 from recbft.errors import UserError
@@ -287,3 +288,33 @@ def test_the_published_weights_tell_their_story():
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
     # "Once upon a time, there was a little", as run.c writes it.
     assert ids == [1, 403, 407, 261, 378, 432, 383, 286, 261, 376]
+
+
+# Fine-tuning
+
+
+def test_fine_tuning_measures_what_wrong_labels_cost(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    raw_file(tmp_path / "x.bin")
+    size = finetune.Size(sequences=16, test_sequences=8, length=12, batch_size=4, epochs=1, learning_rate=1e-3)
+    monkeypatch.setitem(finetune.SIZES, "small", size)
+    file = tmp_path / "out.json"
+    given = ["--weights", str(tmp_path / "x.bin"), "--shares", "0,0.4", "--device", "cpu", "--json", str(file)]
+    assert finetune.main(given) == 0
+    rows = json.loads(file.read_text())["finetune"]
+    assert [(row["arm"], row["share"]) for row in rows] == [(arm, s) for s in (0.0, 0.4) for arm in finetune.ARMS]
+    assert all(math.isfinite(row["excess"]) for row in rows)
+    with pytest.raises(UserError, match="unknown arm 'bfr'; did you mean 'bft'"):
+        finetune.main([*given, "--arms", "bfr"])
+
+
+def test_a_teacher_loses_nothing_to_itself_and_draws_what_its_seed_says(tmp_path):
+    pytest.importorskip("transformers")
+    raw_file(tmp_path / "x.bin")
+    teacher = finetune.load_teacher(tmp_path / "x.bin")
+    drawn = finetune.draw(teacher, 4, 6, seed=0)
+    assert drawn.shape == (4, 7) and (drawn[:, 0] == 1).all()
+    assert torch.equal(drawn, finetune.draw(teacher, 4, 6, seed=0))
+    teacher.save_pretrained(tmp_path / "folder")
+    again = finetune.load_teacher(tmp_path / "folder")
+    assert finetune.mean_loss(again, drawn) == finetune.mean_loss(teacher, drawn)
