@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "comparing": "errors system config datasets evaluation runs training experiments",
     "reporting": "errors system config datasets evaluation training experiments comparing",
     "recbole": "errors config datasets models evaluation runs training",
+    "pretrained": "errors autograd config core kernels mixers models",
     "api": "errors system config kernels datasets evaluation runs training serving experiments comparing reporting",
     "recbft": "system",  # and, by name on first use, what it exports
     "cli": "errors system config datasets mixers models evaluation runs training serving"
@@ -49,6 +50,7 @@ OTHERS = {
     "matplotlib": "reporting",
     "optuna": "experiments",
     "recbole": "recbole",
+    "transformers": "pretrained",
     "triton": "kernels",
     "starlette": "api",
     "anyio": "api",

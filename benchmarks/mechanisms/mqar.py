@@ -171,7 +171,7 @@ def train_and_test(name: str, task: str, size: Size, seed: int, rate: float, dev
         lambda: make_mixer(name, size.width, size.head_width), size, max(shape.length for shape in shapes)
     ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _warmed(step, size.warmup, size.steps[task]))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmed(step, size.warmup, size.steps[task]))
     for step in range(size.steps[task]):
         shape = shapes[int(torch.randint(len(shapes), (), generator=generator))]
         tokens, answers = (x.to(device) for x in draw(shape, size.vocabulary, size.batch_size, generator))
@@ -200,7 +200,7 @@ def accuracy(
     return sum(shares) / len(shares)
 
 
-def _warmed(step: int, warmup: int, steps: int) -> float:
+def warmed(step: int, warmup: int, steps: int) -> float:
     if step < warmup:
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))

@@ -21,8 +21,8 @@ from recbft.runs.environment import environment
 from recbft.runs.folder import RunFolder
 
 # Options whose values are places on one machine, and the word that a recorded command has instead.
-_PLACES = {"--data-root": "DIR", "--out": "OUT", "--json": "FILE", "--config": "FILE"}
-_FILES = ("-d", "--dataset")  # a name, or a file of which the name is kept
+_PLACES = {"--data-root": "DIR", "--out": "OUT", "--json": "FILE", "--csv": "FILE", "--config": "FILE"}
+_FILES = ("-d", "--dataset", "--weights")  # a name, or a file of which the name is kept
 _NAMED = ("--external", "--set")  # NAME=FILE or KEY=VALUE
 
 

@@ -12,6 +12,7 @@ from recbft.core.filter_step import (
     ffn_jacobian,
     gain_update,
     gate,
+    gated_jacobian,
     gelu_slope,
     jacobian_factors,
     kalman_update_ref,

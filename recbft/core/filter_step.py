@@ -12,6 +12,7 @@ per coordinate, r the observation precision, w the ramp and x the normalised bel
     lam'' = min(1 / (max((1 + J)^2, floor) / lam' + Q), cap)                                      (4.3)
     Q = softplus(q) * Q_max                                  process noise per coordinate         (4.4)
     C ~ U R',   J ~ U (R' phi'(a))                           rank r, from the SVD of C            (4.5)
+    J = (W2 * Wg') (phi'(a) * u) + (W2 * Wu') phi(a)         of W2 (phi(a) * u), a = Wg x, u = Wu x   (4.8)
     discount  lam'' = delta lam',  0 < delta < 1             each layer forgets the same share    (4.6)
     decay     lam'' = exp(-c) lam',  c any real number       the same, free to forget or gain     (4.7)
 
@@ -112,6 +113,21 @@ def ffn_jacobian(pre_activation: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         J, (..., D).
     """
     return F.linear(gelu_slope(pre_activation), w2 * w1.T)
+
+
+def gated_jacobian(activated: Tensor, slope: Tensor, up: Tensor, w_gate: Tensor, w_up: Tensor, w_out: Tensor) -> Tensor:
+    """Equation (4.8): the diagonal of the Jacobian of a gated network, ``W2 (phi(Wg x) * (Wu x))``, at the point.
+
+    Args:
+        activated, slope: phi(a) and phi'(a) at a = Wg x, (..., F).
+        up: u = Wu x, (..., F).
+        w_gate, w_up: (F, D).
+        w_out: W2, (D, F).
+
+    Returns:
+        J, (..., D).
+    """
+    return F.linear(slope * up, w_out * w_gate.T) + F.linear(activated, w_out * w_up.T)
 
 
 def jacobian_factors(w1: Tensor, w2: Tensor, rank: int) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from recbft.core import SequenceContext, softmax_weights
 from recbft.errors import UserError
+from recbft.kernels.softmax_moments import softmax_mean
 from recbft.mixers import SoftmaxAttention
 from recbft.mixers.boosted import BoostedAttention, BoostedConfig, MlpGate, TwicingAttention
 from tests.mixers.histories import context, drawn
@@ -127,3 +129,30 @@ def test_a_gate_without_a_second_round_and_rounds_below_one_are_refused():
         BoostedConfig(rounds=1, gate="scalar")
     with pytest.raises(UserError, match="rounds is 0; give a whole number >= 1"):
         BoostedConfig(rounds=0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_attention_iterated_forgets_its_query(seed):
+    """Proposition 1 of the paper: xi <- X softmax(beta X' xi) over fixed patterns X, which are keys and values."""
+    generator = torch.Generator().manual_seed(seed)
+    patterns = torch.nn.functional.normalize(torch.randn(5, 8, generator=generator, dtype=torch.float64), dim=-1)
+    query = torch.randn(5, 8, generator=generator, dtype=torch.float64)  # five of them
+    where = SequenceContext(torch.zeros(1, 5, dtype=torch.int64), torch.arange(5)[None], causal=False)
+
+    def step(query, beta):
+        q, k = (beta * 8**0.5 * query)[None, None], patterns[None, None]
+        weights = softmax_weights(q, k, where)[0, 0]
+        assert (weights >= 0).all()
+        torch.testing.assert_close(weights.sum(-1), torch.ones(5, dtype=torch.float64))
+        return softmax_mean(q, k, k, where)[0, 0]
+
+    direction = torch.randn(8, 100, generator=generator, dtype=torch.float64)
+    assert ((step(query, 2.0) @ direction) <= (patterns @ direction).amax(0) + 1e-12).all(), "(a) in their convex hull"
+    basis = torch.linalg.qr(patterns.T).Q  # (8, 5)
+    torch.testing.assert_close(step(query @ basis @ basis.T, 2.0), step(query, 2.0))  # (b)
+    one, other = patterns, patterns + 0.1 * query
+    for _ in range(60):
+        one, other = step(one, 16.0), step(other, 16.0)
+    torch.testing.assert_close(step(one, 16.0), one)  # (c) a fixed point, in the span of the patterns
+    torch.testing.assert_close(one @ basis @ basis.T, one)
+    torch.testing.assert_close(one, other)  # queries about one pattern end in one point

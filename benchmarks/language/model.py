@@ -1,0 +1,237 @@
+"""A causal language model of recbft's own parts: a token is an item, a window of text a history.
+
+The model is ``sasrec`` with all of its arms, mixers and its precision channel: tied vocabulary, full cross-entropy at
+every token, learned positions or those of the mixer. Its item counts are the tokens' counts in the training text, from
+which precision starts.
+
+    focal   (1 - p)^gamma (-log p),  gamma = softplus(alpha), alpha learned, from 0      in place of -log p
+
+Source: Precision Tracked Transformer (arXiv 2605.18832), section 5.3; focal loss: its appendix O.2, equation 16.
+Shapes: B windows, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.language.text import Corpus
+from benchmarks.mechanisms.mqar import warmed
+from recbft.config.fields import from_dict
+from recbft.datasets.batches import Batch
+from recbft.errors import RunError, UserError
+from recbft.mixers import MIXERS, MixerOptions, SoftmaxAttention
+from recbft.mixers.boosted import MlpGate
+from recbft.models import MODELS, CoreConfig
+from recbft.models.sasrec import SASRecConfig
+from recbft.training.optimiser import clip_gradients, parameter_groups, warmup_ramp
+from recbft.training.run_config import TrainingConfig
+
+DROPOUT = 0.1
+OPTIMISER = TrainingConfig(optimizer="adamw", weight_decay=0.01, clip_norm=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A model, its text and its training."""
+
+    vocabulary: int
+    width: int
+    layers: int
+    heads: int
+    length: int  # T in training
+    batch_size: int  # windows of a step
+    epochs: int
+    learning_rate: float
+    warmup: float = 0.04  # share of the steps
+
+
+SIZES = {
+    "small": Size(vocabulary=2000, width=64, layers=2, heads=4, length=64, batch_size=32, epochs=6, learning_rate=3e-3),
+    "full": Size(
+        vocabulary=8000, width=256, layers=4, heads=4, length=256, batch_size=32, epochs=15, learning_rate=1e-3
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One model of a table."""
+
+    mixer: str = "attention"
+    mixing: Mapping[str, Any] = field(default_factory=dict)
+    positions: bool = True  # learned ones; without them the mixer alone knows where a token stands
+    precision: bool = False
+    recency: bool = False
+    wider: float = 1.0  # times the width, rounded to whole heads of an even width
+    replaced: float = 0.0  # share of the training targets that are another token of the text
+    focal: bool = False
+
+    @property
+    def any_length(self) -> bool:
+        """Whether it can read more than the trained length."""
+        return not self.positions and "length" not in MIXERS[self.mixer].hears
+
+
+class Windows:
+    """Windows of a text, and their targets, of which a share may be wrong.
+
+    The targets that are wrong at one share are wrong at every larger one, and wrong in the same way.
+    """
+
+    def __init__(self, tokens: Tensor, length: int, *, replaced: float = 0.0) -> None:
+        generator = torch.Generator().manual_seed(0)  # of the text, not of the training
+        chance, other = torch.rand(len(tokens), generator=generator), torch.randperm(len(tokens), generator=generator)
+        self.tokens, self.length = tokens, length
+        self.targets = torch.where(chance < replaced, tokens[other], tokens)
+
+    def batches(self, batch_size: int, *, start: int = 0, order: torch.Generator | None = None) -> Iterator[Batch]:
+        """Windows side by side from token ``start`` on, in the text's order unless given another."""
+        number = (len(self.tokens) - 1 - start) // self.length
+        chosen = torch.arange(number) if order is None else torch.randperm(number, generator=order)
+        for some in chosen.split(batch_size):
+            place = start + some[:, None] * self.length + torch.arange(self.length)
+            B, T = place.shape
+            yield Batch(
+                items=self.tokens[place],
+                segment=torch.arange(B)[:, None].expand(B, T).contiguous(),
+                position=torch.arange(T).expand(B, T).contiguous(),
+                time=None,
+                target=self.targets[place + 1],
+                last=torch.arange(B) * T + T - 1,
+            )
+
+
+class Focal(nn.Module):
+    """The loss with a learned exponent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.zeros(()))
+
+    def forward(self, losses: Tensor) -> Tensor:
+        """-log p of each token, (N,), to the mean loss."""
+        wrong = (-torch.expm1(-losses)).clamp(min=1e-6)
+        return (wrong ** F.softplus(self.alpha) * losses).mean()
+
+
+def make_model(arm: Arm, size: Size, corpus: Corpus, seed: int) -> Any:
+    """The model of an arm; equal seeds give equal weights to what arms share."""
+    spec = MIXERS[arm.mixer]
+    step = 2 * size.heads
+    config = SASRecConfig(
+        hidden_size=round(size.width * arm.wider / step) * step if arm.wider != 1 else size.width,
+        n_layers=size.layers,
+        n_heads=size.heads,
+        max_length=size.length,
+        absolute_positions=arm.positions,
+        dropout=DROPOUT,
+        recency_decay=arm.recency,
+        output_projection="output_projection" in spec.hears,
+    )
+    options = None if spec.options is MixerOptions else from_dict(spec.options, arm.mixing, "mixing")
+    counts = torch.bincount(corpus.train, minlength=corpus.vocabulary + 1)
+    core = CoreConfig() if arm.precision else None
+    return MODELS["sasrec"].make(config, core, counts, seed=seed, mixer=arm.mixer, mixing=options)
+
+
+def train(arm: Arm, size: Size, corpus: Corpus, seed: int, device: torch.device) -> tuple[Any, float]:
+    """The trained model in evaluation mode, and its mean loss over the last epoch."""
+    windows = Windows(corpus.train, size.length, replaced=arm.replaced)
+    if len(corpus.train) < 2 * size.length:
+        raise UserError(
+            f"the training text of {corpus.name} has {len(corpus.train):,} tokens, less than two windows of "
+            f"{size.length}; take a longer text or a smaller --size"
+        )
+    torch.manual_seed(seed)
+    model = make_model(arm, size, corpus, seed).to(device).train()
+    focal = Focal().to(device) if arm.focal else None
+    groups = parameter_groups(model, replace(OPTIMISER, learning_rate=size.learning_rate))
+    if focal is not None:
+        groups.append({"params": list(focal.parameters()), "weight_decay": 0.0})
+    optimiser = torch.optim.AdamW(groups, lr=size.learning_rate)
+    steps = size.epochs * -(-(len(corpus.train) - size.length) // size.length // size.batch_size)
+    rate = torch.optim.lr_scheduler.LambdaLR(
+        optimiser, lambda step: warmed(step, max(1, round(size.warmup * steps)), max(steps, step + 1))
+    )
+    order, step, mean = torch.Generator().manual_seed(seed), 0, math.nan
+    for _ in range(size.epochs):
+        model.refresh()
+        losses = []
+        first = int(torch.randint(size.length, (), generator=order))
+        for batch in windows.batches(size.batch_size, start=first, order=order):
+            model.set_ramp(warmup_ramp(step, OPTIMISER.warmup_steps))
+            here = batch.to(device)
+            loss = model.loss(here) if focal is None else focal(token_losses(model, here))
+            if not torch.isfinite(loss):
+                raise RunError(f"the loss is {loss.item()} at step {step}; the arm does not train at this rate")
+            optimiser.zero_grad()
+            loss.backward()
+            clip_gradients(model, optimiser, OPTIMISER.clip_norm)
+            optimiser.step()
+            rate.step()
+            step += 1
+            losses.append(loss.detach())
+        mean = float(torch.stack(losses).mean())
+    model.refresh()
+    return model.eval(), mean
+
+
+def token_losses(model: Any, batch: Batch) -> Tensor:
+    """-log p of every target, (B T,)."""
+    states = model.encode(batch).mean.flatten(0, 1)
+    weight, bias = model.item_table()
+    assert bias is None and batch.target is not None
+    return F.cross_entropy(states @ weight[1:].T, batch.target.flatten() - 1, reduction="none")
+
+
+@torch.no_grad()
+def perplexities(model: Any, arm: Arm, size: Size, corpus: Corpus, device: torch.device) -> dict[int, dict[str, float]]:
+    """By length, in tokens: perplexity per token and bits per byte of the test text.
+
+    Each length reads windows side by side, and all lengths score the same tokens.
+    """
+    lengths = [size.length * times for times in ((1, 2, 4, 8) if arm.any_length else (1,))]
+    longest = 8 * size.length
+    scored = (len(corpus.test) - 1) // longest * longest
+    if not scored:
+        raise UserError(
+            f"the test text of {corpus.name} has {len(corpus.test):,} tokens, less than a window of {longest}; take a "
+            "longer text or a smaller --size"
+        )
+    tokens, found = corpus.test[: scored + 1], {}
+    num_bytes = int(corpus.num_bytes[tokens[1:]].sum())
+    for length in lengths:
+        batch_size = max(1, size.batch_size * size.length // length)
+        batches = Windows(tokens, length).batches(batch_size)
+        total = sum(float(token_losses(model, batch.to(device)).double().sum()) for batch in batches)
+        found[length] = {"perplexity": math.exp(total / scored), "bits_per_byte": total / math.log(2) / num_bytes}
+    return found
+
+
+@torch.no_grad()
+def inside(model: Any, size: Size, corpus: Corpus, device: torch.device) -> dict[str, list[float]]:
+    """Of softmax attention, in the order of layers and rounds: mean entropy in nats and mean gate of a correction."""
+    found: dict[str, list[float]] = {"entropies": [], "gates": []}
+
+    def entropy(module: Any, inputs: Any, more: Any, _: Any) -> None:
+        weights = module.attention(*inputs[:3], ramp=more.get("ramp", 1.0), source=more.get("source"))
+        found["entropies"].append(float(torch.special.entr(weights).sum(-1).mean()))
+
+    def gate(module: Any, inputs: Any, _: Any) -> None:
+        found["gates"].append(float(module.read(torch.cat(inputs, dim=-1)).sigmoid().mean()))
+
+    hooks = [m.register_forward_hook(entropy, with_kwargs=True) for m in model.modules() if type(m) is SoftmaxAttention]
+    hooks += [m.register_forward_hook(gate) for m in model.modules() if isinstance(m, MlpGate)]
+    try:
+        model.encode(next(Windows(corpus.test, size.length).batches(size.batch_size)).to(device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found

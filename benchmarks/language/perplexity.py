@@ -1,0 +1,223 @@
+"""Perplexity of text, one table of models per command.
+
+python -m benchmarks.language.perplexity --table boosting --data-root DIR --csv FILE
+python -m benchmarks.language.perplexity --table length --size full --data-root DIR --csv FILE      for a GPU
+
+    boosting   standard, wider, twicing, gradient-boosted attention of 1 to 4 rounds
+    length     positional schemes, robust filter attention and its ablations, at 1, 2, 4 and 8 times the trained length
+    damping    sc_rfa by its damping b
+    families   the memories: Bayesian layer, delta rules, additive rules
+    fuzzy      the fuzzy prior of regimes, with interval memberships and without its gates
+    noise      precision, recency decay alone and focal loss, with 0 to 40 % of the training targets replaced
+
+Models are made of recbft's blocks (``benchmarks.language.model``). A line of the file is a model, a seed and a length;
+lines are added, and a model that is there already is not trained again. Perplexity is per token; bits per byte can be
+compared between vocabularies. Published figures are of larger models on WikiText-103: ratios within a table can be set
+beside ours, levels cannot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from benchmarks import machine
+from benchmarks.command import count, finish, parser, recorded
+from benchmarks.language.model import SIZES, Arm, inside, perplexities, train
+from benchmarks.language.text import SOURCES, load_corpus
+from recbft.errors import UserError, did_you_mean
+from recbft.experiments.lists import parse_seeds, split_list
+from recbft.mixers.memory_family import DESIGN_MODELS
+from recbft.reporting.tables import text_table
+from recbft.system.files import write_atomic
+from recbft.training.process_settings import chosen_device
+from recbft.training.run_config import TrainingConfig
+
+NAME = "language.perplexity"
+# Width at which standard attention has the parameters of two rounds (288 for 256 in the paper).
+WIDER = 1.125
+SHARES = (0.0, 0.1, 0.2, 0.4)
+
+
+def _without(**mixing: Any) -> Arm:
+    return Arm(mixer="sc_rfa", mixing=mixing, positions=False)
+
+
+TABLES: dict[str, dict[str, Arm]] = {
+    "boosting": {
+        "standard": Arm(),
+        "wider": Arm(wider=WIDER),
+        "twicing": Arm(mixer="twicing"),
+        **{f"boosted {rounds}": Arm(mixer="boosted", mixing={"rounds": rounds}) for rounds in (1, 2, 3, 4)},
+    },
+    "length": {
+        **{name: Arm(mixer=name, positions=False) for name in ("rope", "alibi", "decayed_rope", "sc_rope")},
+        **{name: Arm(mixer=name, positions=False) for name in ("rfa", "sc_rfa")},
+        "gaussian": _without(kernel="gaussian"),
+        "flat prior": _without(precision_prior="flat"),
+        "no multiplicative": _without(multiplicative="off"),
+        "no value rotation": _without(rotate_values="off"),
+        "no rotation": _without(rotate="off"),
+        "no damping, flat prior": _without(undamped_heads=4, precision_prior="flat"),
+    },
+    "damping": {f"b {b:g}": _without(damping=b) for b in (5e-4, 5e-3, 5e-2, 5e-1, 5.0)},
+    "families": {
+        "standard": Arm(),
+        "no positions": Arm(positions=False),
+        **{name: Arm(mixer=name, positions=False) for name in ("bayesian", *DESIGN_MODELS)},
+    },
+    "fuzzy": {
+        "standard": Arm(),
+        "regime": Arm(mixer="regime"),
+        "regime, type 2": Arm(mixer="regime", mixing={"type2": True}),
+        "regime, no gates": Arm(mixer="regime", mixing={"residual_gate": False, "value_gate": False}),
+    },
+    "noise": {
+        f"{name} {share:.0%}": replace(arm, replaced=share)
+        for share in SHARES
+        for name, arm in {
+            "matched+recency": Arm(recency=True),
+            "bft": Arm(recency=True, precision=True),
+            "focal": Arm(recency=True, focal=True),
+        }.items()
+    },
+}
+KEY = ["table", "arm", "data", "size", "seed", "length"]
+COLUMNS = [
+    *KEY,
+    "perplexity",
+    "bits_per_byte",
+    "train_loss",
+    "parameters",
+    "gates",
+    "entropies",
+    "seconds",
+    "settings",
+    "data_hash",
+    "device",
+    "date",
+    "recbft",
+    "commit",
+    "torch",
+    "command",
+]
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _options(arguments)
+    arms = TABLES[options.table]
+    wanted = split_list(options.arms) if options.arms else list(arms)
+    for name in wanted:
+        if name not in arms:
+            raise UserError(f"table {options.table} has no arm {name!r}; {did_you_mean(name, arms)}")
+    size = SIZES[options.size]
+    size = replace(size, epochs=options.epochs or size.epochs)
+    corpus = load_corpus(options.data, Path(options.data_root), vocabulary=size.vocabulary)
+    device = chosen_device(TrainingConfig(device=options.device).device)
+    made = machine.header(recorded(NAME, arguments), device=device)
+    print("\n".join(machine.lines(made)))
+    print(
+        f"{corpus.name}: {len(corpus.train):,} tokens train, {len(corpus.test):,} test, "
+        f"vocabulary {corpus.vocabulary:,}, tokens {corpus.hash[:12]}\n"
+    )
+    file = None if options.csv is None else Path(options.csv)
+    lines = [] if file is None or not file.exists() else read(file).to_dict("records")
+    for seed in parse_seeds(options.seeds):
+        for name in wanted:
+            known = dict(zip(KEY, (options.table, name, corpus.name, options.size, seed), strict=False))
+            settings = json.dumps({"size": asdict(size), "arm": asdict(arms[name])}, sort_keys=True)
+            if there := [line for line in lines if all(line[key] == value for key, value in known.items())]:
+                _check(there[0], {"data_hash": corpus.hash[:12], "settings": settings}, file)
+                print(f"{name}, seed {seed}: in {file} already")
+                continue
+            began = time.perf_counter()
+            model, loss = train(arms[name], size, corpus, seed, device)
+            found = perplexities(model, arms[name], size, corpus, device)
+            seen = inside(model, size, corpus, device)
+            seconds = round(time.perf_counter() - began, 1)
+            of_all = {
+                **known,
+                "train_loss": round(loss, 6),
+                "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                **{key: " ".join(f"{value:.4f}" for value in values) for key, values in seen.items()},
+                "seconds": seconds,
+                "settings": settings,
+                "data_hash": corpus.hash[:12],
+                **{key: made[key] for key in ("device", "date", "recbft", "commit", "torch", "command")},
+            }
+            for length, figures in found.items():
+                lines.append({**of_all, "length": length, **{key: round(x, 6) for key, x in figures.items()}})
+            print(f"{name}, seed {seed}: {_figures(found)}, {seconds:.0f} s", flush=True)
+            if file is not None:
+                table = pd.DataFrame(lines, columns=COLUMNS).sort_values(KEY, kind="stable")
+                write_atomic(file, table.to_csv(index=False, lineterminator="\n").encode())
+    print()
+    print(summary([line for line in lines if line["table"] == options.table], wanted, corpus.name, options.size))
+    return 0
+
+
+def read(file: Path) -> pd.DataFrame:
+    """The lines of a file that this command wrote."""
+    table = pd.read_csv(file, dtype={"data_hash": str, "commit": str, "gates": str, "entropies": str}).fillna("")
+    if list(table.columns) != COLUMNS:
+        raise UserError(f"{file} has other columns than this command writes; name another file")
+    return table
+
+
+def summary(lines: Sequence[dict[str, Any]], arms: Sequence[str], data: str, size: str) -> str:
+    """Mean perplexity over seeds, by arm and length, and as a share of the first arm's."""
+    table = pd.DataFrame([line for line in lines if line["data"] == data and line["size"] == size])
+    means = table.pivot_table(index="arm", columns="length", values="perplexity")
+    lengths, first = list(means.columns), means.loc[arms[0]].iloc[0]
+    seeds = table.groupby("arm")["seed"].nunique()
+    rows = [
+        [
+            name,
+            str(seeds[name]),
+            *("" if pd.isna(x := means.loc[name, length]) else f"{x:.2f}" for length in lengths),
+            f"{means.loc[name].iloc[0] / first:.3f}",
+        ]
+        for name in arms
+    ]
+    return text_table(["arm", "seeds", *(f"{length} tokens" for length in lengths), "ratio"], rows)
+
+
+def _figures(found: dict[int, dict[str, float]]) -> str:
+    return ", ".join(f"{figures['perplexity']:.2f} at {length}" for length, figures in found.items())
+
+
+def _check(line: dict[str, Any], now: dict[str, str], file: Path | None) -> None:
+    """A figure stands for one text and one setting."""
+    for key, value in now.items():
+        if line[key] != value:
+            raise UserError(
+                f"{file} has arm {line['arm']!r} with another {key}; name another file, or delete its lines"
+            )
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    options = parser(NAME, "Perplexity of text.")
+    options.add_argument("--table", choices=list(TABLES), required=True)
+    options.add_argument("--size", choices=sorted(SIZES), default="small")
+    options.add_argument("--data", choices=list(SOURCES), default="wikitext2")
+    options.add_argument("--data-root", metavar="DIR", required=True, help="folder that text/ lies in")
+    options.add_argument("--arms", help="of the table, by commas; all unless given")
+    options.add_argument("--seeds", default="0")
+    options.add_argument("--epochs", type=count, help="unless given, what the size has")
+    options.add_argument("--csv", metavar="FILE", help="add a line per model, seed and length here")
+    options.add_argument("--device", default="auto")
+    given = options.parse_args(arguments)
+    if given.csv is not None and not Path(given.csv).parent.is_dir():
+        raise UserError(f"--csv {given.csv}: folder {Path(given.csv).parent} does not exist; create it or name another")
+    return given
+
+
+if __name__ == "__main__":
+    finish(main)
