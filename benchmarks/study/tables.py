@@ -11,11 +11,12 @@ kept; their commands, data, machines and dates are in ``sources.csv``.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 import yaml
@@ -135,6 +136,18 @@ def gains(reports: Path) -> str:
     return markdown_table([*head, "on validation, %"], rows)
 
 
+def strongest(reports: Path) -> str:
+    """The best baseline of every model and data set with seen items masked, beside the best public figure."""
+    table = read(reports / "strongest.csv")
+    table["read"] = [json.loads(settings).get("backbone.max_length", 50) for settings in table["settings"]]
+    rows = []
+    for (model, data, length), lines in table.groupby(["model", "dataset", "read"]):
+        check_alike(lines, f"{data} ({model})")
+        own = [_with_spread(lines[f"{metric} seen masked"]) for metric in ("hr@10", "ndcg@10")]
+        rows.append([NAMES[model], NAMES[data], str(length), str(len(lines)), *own, *_best_public(model, data)])
+    return markdown_table(["model", "data", "events read", "seeds", "HR@10", "NDCG@10", "best public", "whose"], rows)
+
+
 def steps(reports: Path) -> str:
     """What each step from `published` to `bft` brings, in percent, bold where p < .05, and what the paper reports."""
     parts = [("layer", "matched", "published"), ("recency decay", DECAY, "matched"), ("precision", "bft", DECAY)]
@@ -176,6 +189,7 @@ def summary(reports: Path, name: str) -> str:
 
 COMPUTED: Mapping[str, Callable[[Path], str]] = {
     "gains": gains,
+    "strongest": strongest,
     "steps": steps,
     "checks": checks,
 }
@@ -201,10 +215,23 @@ def _lead(arms: Arms, arm: str, baseline: str, metric: str) -> SeedComparison:
     return difference(arms[arm][metric].to_dict(), arms[baseline][metric].to_dict())
 
 
+def _published(model: str, data: str) -> list[dict[str, Any]]:
+    figures = yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))["figures"]
+    return [one for one in figures if (one["model"], one["dataset"]) == (model, data)]
+
+
+def _best_public(model: str, data: str) -> list[str]:
+    """HR@10 / NDCG@10 of the highest published figure with seen items masked, and its name."""
+    own = [one for one in _published(model, data) if one["items"] == "seen masked"]
+    if not own:
+        return ["", ""]
+    best = max(own, key=lambda one: one["values"][1])
+    return ["{:.4f} / {:.4f}".format(*best["values"]), best["name"]]
+
+
 def _papers_gain(model: str, data: str) -> float:
     """What precision adds to NDCG@10, all items, in the paper, in percent."""
-    published = yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))["figures"]
-    own = [one for one in published if (one["model"], one["dataset"], one["source"]) == (model, data, "long")]
+    own = [one for one in _published(model, data) if one["source"] == "long"]
     theirs = {one["name"]: one["values"][1] for one in own}
     after = theirs.pop("paper's BFT")
     before = list(theirs.values())[-1]  # of HSTU the layer with a feed-forward network, as `matched` has one
@@ -213,6 +240,10 @@ def _papers_gain(model: str, data: str) -> float:
 
 def _named(key: tuple[str, str]) -> list[str]:
     return [NAMES[part] for part in key]
+
+
+def _with_spread(values: pd.Series) -> str:
+    return f"{values.mean():.4f}" + (f" ± {values.std():.4f}" if len(values) > 1 else "")
 
 
 def _means(lead: SeedComparison) -> list[str]:

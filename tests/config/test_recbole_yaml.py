@@ -108,7 +108,7 @@ def test_the_samples_are_the_prefixes_that_recbole_makes_unless_told_otherwise(r
     assert read(f"{text}samples: windows").training.samples == "windows"
     assert read(f"{text}training: {{samples: last}}").training.samples == "last"
     assert read(text, samples="windows").training.samples == "windows"
-    assert read("model: sasrec\nbatch_size: 64").training.samples == "last", "a config of recbft"
+    assert read("model: sasrec\nbatch_size: 64").training.samples == "windows", "a config of recbft"
 
 
 def test_recboles_own_defaults_written_out_are_read_as_they_are(read):

@@ -187,7 +187,11 @@ def test_a_loss_is_read_when_the_next_step_has_begun(made, monkeypatch, tmp_path
 
     monkeypatch.setattr(GraphedSteps, "begin", begin_one)
     monkeypatch.setattr(graphs._Coming, "tolist", read_one)
-    one_run.train(config_of("bft", "cuda_graphs=true", "epochs=2", "warmup_steps=0"), tmp_path / "run", dataset=DATASET)
+    one_run.train(
+        config_of("bft", "cuda_graphs=true", "samples=last", "epochs=2", "warmup_steps=0"),
+        tmp_path / "run",
+        dataset=DATASET,
+    )
     steps = -(-len(DATASET.user_ids) // 12)
     expected = []
     for first in (0, steps):
