@@ -42,6 +42,7 @@ class Estimation:
     estimator: Estimator | None = None  # None for a mixer without an estimator
     prior_dof: float = 1.0
     prior_variance: float | None = None
+    running: bool = False  # values in units of their own spread, of ``mixers.value_unit``
     kriging: Kriging = "scalar"
     centre: Literal["root", "innovation"] = "root"  # m of the sandwich estimator
 

@@ -55,8 +55,11 @@ class BackboneConfig:
     dropout: float = 0.5
     embedding_scale: float | None = None  # None means the backbone's own
     initializer_range: float = 0.02  # standard deviation of the initial weights
+    # of linear maps: normal as the other weights, or xavier, with the variance 2 / (inputs + outputs)
+    linear_init: Literal["normal", "xavier"] = "normal"
     norm_eps: float = 1e-8
     recency_decay: bool = True  # a learned decay of attention with the lag
+    recency_start: float = 0.99  # rho, what it begins with
     output_projection: bool = False  # a linear map after the heads are joined
     loss: str = "ce"  # a name of ``losses.LOSSES``
     num_negatives: int | None = None  # None means 512 for sampled_softmax, 256 for gbce, 1 for bce and bpr
@@ -78,6 +81,7 @@ def check_backbone(config: BackboneConfig) -> None:
     check_range("embedding_scale", config.embedding_scale, above=0)
     check_range("initializer_range", config.initializer_range, above=0)
     check_range("norm_eps", config.norm_eps, above=0)
+    check_range("recency_start", config.recency_start, above=0, below=1)
     check_range("content_events", config.content_events, at_least=0)
     check_range("content_neighbours", config.content_neighbours, at_least=1)
     check_range("content_width", config.content_width, at_least=2)
@@ -357,17 +361,24 @@ class Backbone(TrainableModel):
         )
 
     def _initialise(self, seed: int) -> None:
-        """Normal weights, zero biases; one generator for what arms share, another for the precision channel."""
+        """Normal weights, zero biases; one generator for what arms share, another for the precision channel.
+
+        With ``xavier`` the same numbers are drawn, and those of linear maps are scaled.
+        """
         shared, own = (torch.Generator().manual_seed(2 * seed + part) for part in (0, 1))
         # Update rules start where they say, and draw nothing that arms share.
         rules = {f"blocks.{number}.update." for number in range(len(self.blocks))}
         groups = self.optimiser_groups()
+        linear = {f"{path}.weight" for path, part in self.named_modules() if isinstance(part, nn.Linear)}
         for name, parameter in self.named_parameters():
             if any(name.startswith(rule) for rule in rules):
                 continue
             generator = own if groups[name] == "precision" else shared
             if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=self.config.initializer_range, generator=generator)
+                std = self.config.initializer_range
+                if self.config.linear_init == "xavier" and generator is shared and name in linear:
+                    std = math.sqrt(2 / sum(parameter.shape))
+                nn.init.normal_(parameter, std=std, generator=generator)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
         if self.item_precision is not None and self.item_precision.mode == "hybrid":
