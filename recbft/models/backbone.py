@@ -30,7 +30,7 @@ from recbft.datasets.batches import Batch
 from recbft.errors import UserError
 from recbft.kernels.dropout import Dropout
 from recbft.kernels.layer_norm import LayerNorm
-from recbft.mixers.interface import Group, take_penalties
+from recbft.mixers.interface import DECAY_KEPT, Group, take_penalties
 from recbft.models.block import Block
 from recbft.models.contract import ItemTable, TrainableModel, UserStates
 from recbft.models.feed_forward import FeedForward
@@ -55,11 +55,11 @@ class BackboneConfig:
     dropout: float = 0.5
     embedding_scale: float | None = None  # None means the backbone's own
     initializer_range: float = 0.02  # standard deviation of the initial weights
-    # of linear maps: normal as the other weights, or xavier, with the variance 2 / (inputs + outputs)
-    linear_init: Literal["normal", "xavier"] = "normal"
+    # of linear maps; None means normal, as the other weights; xavier has the variance 2 / (inputs + outputs)
+    linear_init: Literal["normal", "xavier"] | None = None
     norm_eps: float = 1e-8
     recency_decay: bool = True  # a learned decay of attention with the lag
-    recency_start: float = 0.99  # rho, what it begins with
+    recency_start: float | None = None  # rho, what it begins with; None means 0.99
     output_projection: bool = False  # a linear map after the heads are joined
     loss: str = "ce"  # a name of ``losses.LOSSES``
     num_negatives: int | None = None  # None means 512 for sampled_softmax, 256 for gbce, 1 for bce and bpr
@@ -314,6 +314,14 @@ class Backbone(TrainableModel):
         self.ramp.fill_(ramp)
         if not self.ramp.is_inference():  # which counts no changes
             self._told = self.ramp, self.ramp._version, value
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *arguments: Any) -> None:
+        """Mixers keep their recency decay whole where those of the state do."""
+        for path, part in self.named_modules():
+            if DECAY_KEPT in part._buffers:
+                kept = state.get(f"{prefix}{path}.{DECAY_KEPT}")
+                part.register_buffer(DECAY_KEPT, None if kept is None else torch.ones_like(self.ramp))
+        super()._load_from_state_dict(state, prefix, *arguments)
 
     @eagerly
     @untransformed

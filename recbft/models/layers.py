@@ -14,6 +14,8 @@ from recbft.models.feed_forward import Activation, FuzzyMoE, FuzzyMoEConfig
 from recbft.models.precision_channel import CoreConfig, LayerPrecision, check_core
 from recbft.models.update_rules import make_update, without_precision
 
+RECENCY_START = 0.99
+
 
 def make_blocks(
     config: BackboneConfig,
@@ -119,13 +121,14 @@ def mixer_maker(
         check_core(core, spec.precision, config.max_length)
         if core.update == "kalman" and spec.precision == "none":
             raise without_precision(f"mixer {mixing.name}")
+    start = RECENCY_START if config.recency_start is None else config.recency_start
     place = Place(
         hidden_size=config.hidden_size,
         n_heads=config.n_heads,
         length=config.max_length,
         dropout=default_dropout if attention_dropout is None else attention_dropout,
         output_projection=config.output_projection,
-        recency_decay=config.recency_start if config.recency_decay else None,
+        recency_decay=start if config.recency_decay else None,
         estimation=None if core is None else core.estimation,
     )
     return lambda: spec.make(place, mixing.options, **more)

@@ -60,6 +60,7 @@ from recbft.mixers.interface import Kriging, refuse_idle
 LAM_MIN = 1e-3
 LARGEST_LOG_FACTOR = 4.0  # 55 times more or less than the count says
 SAMPLED_ROWS = 4  # where only the mean Jacobian is wanted, every fourth row of a batch is enough
+Q_LOGIT_START = -9.0
 DISCOUNT_START = 0.99
 
 JacobianMode = Literal["exact", "low_rank", "running_mean", "off"]
@@ -116,7 +117,7 @@ class CoreConfig:
     jacobian_detach: bool = False  # treat the slope as a constant for gradients
     process_noise: bool = True  # learn the variance each layer adds
     q_max: float = 1.0  # scale of the process noise
-    process_noise_start: float = -9.0  # q before training: the variance added is softplus(q) q_max
+    process_noise_start: float | None = None  # q before training, softplus(q) q_max being added; None means -9
 
     def __post_init__(self) -> None:
         for key, value, dependent in _ONLY_WITH:
@@ -275,7 +276,8 @@ class LayerPrecision(nn.Module):
         self.core, self.lam_max, self.is_last = core, core.lam_max, is_last
         self.first_precision = _first_precision(core, head_width)
         with_noise = core.process_noise and core.propagation == "jacobian"
-        self.noise_logits = nn.Parameter(torch.full((hidden_size,), core.process_noise_start)) if with_noise else None
+        start = Q_LOGIT_START if core.process_noise_start is None else core.process_noise_start
+        self.noise_logits = nn.Parameter(torch.full((hidden_size,), start)) if with_noise else None
         if core.propagation == "discount":
             self.discount_logit = nn.Parameter(torch.tensor(math.log(DISCOUNT_START / (1 - DISCOUNT_START))))
         if core.propagation == "decay":
