@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recbft.autograd.boundaries import in_full_precision
@@ -46,7 +45,18 @@ from recbft.core.regimes import BiasTerms
 from recbft.kernels.dropout import dropout as drop
 from recbft.kernels.filter_step import reml_precision, sandwich_precision
 from recbft.kernels.softmax_moments import softmax_mean, softmax_moments, softmax_reml, takes_terms
-from recbft.mixers.interface import Group, Kriging, Mixer, Observation, by_head, joined, projected
+from recbft.mixers.interface import (
+    DECAY,
+    DECAY_KEPT,
+    Group,
+    Kriging,
+    Mixer,
+    Observation,
+    by_head,
+    joined,
+    log_decay,
+    projected,
+)
 from recbft.mixers.value_unit import ValueUnit
 
 
@@ -65,7 +75,8 @@ class SoftmaxAttention(Mixer):
 
     weights = "softmax"  # which estimators are defined: core.ESTIMATORS
     takes_only = True
-    groups: Mapping[str, Group] = {"decay_logit": "precision"}
+    groups: Mapping[str, Group] = {DECAY: "precision"}
+    decay_kept: Tensor | None
 
     def __init__(
         self,
@@ -96,6 +107,7 @@ class SoftmaxAttention(Mixer):
         self.value = nn.Linear(hidden_size, hidden_size)
         self.out = nn.Linear(hidden_size, hidden_size) if output_projection else None
         self.decay_logit: nn.Parameter | None = None
+        self.register_buffer(DECAY_KEPT, None)
         if recency_decay is not None:
             self.decay_logit = nn.Parameter(torch.tensor(math.log(recency_decay / (1 - recency_decay))))
 
@@ -237,7 +249,7 @@ class SoftmaxAttention(Mixer):
         return per_dimension_weights(q, k, context, log_precision=log_precision, log_decay=log_decay, bias=bias)
 
     def _log_decay(self, ramp: float) -> Tensor | None:
-        return None if self.decay_logit is None else ramped(F.logsigmoid(self.decay_logit), ramp)
+        return log_decay(self.decay_logit, ramp, self.decay_kept)
 
     @in_full_precision
     def _estimate_written_out(

@@ -40,7 +40,7 @@ from recbft.kernels.dropout import dropout as drop
 from recbft.kernels.filter_step import sandwich_precision
 from recbft.kernels.layer_norm import LayerNorm
 from recbft.kernels.silu_moments import silu_mean, silu_moments
-from recbft.mixers.interface import Group, Mixer, Observation, by_head, joined
+from recbft.mixers.interface import DECAY, DECAY_KEPT, Group, Mixer, Observation, by_head, joined, log_decay
 from recbft.mixers.value_unit import ValueUnit
 
 BUCKET_WIDTH = 0.301  # as in the authors' code
@@ -64,7 +64,8 @@ class PointwiseAttention(Mixer):
 
     weights = "silu"  # which estimators are defined: core.ESTIMATORS
     takes_only = True
-    groups: Mapping[str, Group] = {"decay_logit": "precision"}
+    groups: Mapping[str, Group] = {DECAY: "precision"}
+    decay_kept: Tensor | None
 
     def __init__(
         self,
@@ -99,6 +100,7 @@ class PointwiseAttention(Mixer):
         self.position_table = nn.Parameter(torch.empty(length, 1).normal_(std=BIAS_STD))
         self.time_table = nn.Parameter(torch.empty(NUM_BUCKETS, 1).normal_(std=BIAS_STD)) if time_bias else None
         self.decay_logit: nn.Parameter | None = None
+        self.register_buffer(DECAY_KEPT, None)
         if recency_decay is not None:
             self.decay_logit = nn.Parameter(torch.tensor(math.log(recency_decay / (1 - recency_decay))))
 
@@ -178,7 +180,7 @@ class PointwiseAttention(Mixer):
             "bias": self._time_bias(context),
             "lag_bias": self.position_table[:, 0],
             "log_precision": None if precision is None else ramped(scalar_log_precision(precision), ramp),
-            "log_decay": None if self.decay_logit is None else ramped(F.logsigmoid(self.decay_logit), ramp),
+            "log_decay": log_decay(self.decay_logit, ramp, self.decay_kept),
         }
 
     def _time_bias(self, context: SequenceContext) -> Tensor | None:
