@@ -86,6 +86,14 @@ class Setting(str, Enum):
     filtered = "filtered"
 
 
+class Equal(str, Enum):
+    """What strata of item frequency hold equal numbers of."""
+
+    items = "items"
+    targets = "targets"
+    counts = "counts"
+
+
 def stratify(
     source: Annotated[Path, typer.Argument(metavar="RUN_OR_COMPARISON", help="A run's folder or a comparison's.")],
     baseline: Annotated[
@@ -99,6 +107,17 @@ def stratify(
         ),
     ] = None,
     quantiles: Annotated[int, typer.Option(help="Strata per axis.")] = 5,
+    equal: Annotated[
+        Equal,
+        typer.Option(
+            help="What strata of item frequency hold equal numbers of: items, targets, or different counts of targets "
+            "(the paper's)."
+        ),
+    ] = Equal.items,
+    edges: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,...", help="Their largest counts instead, rising, of all but the last stratum."),
+    ] = None,
     setting: Annotated[
         Setting | None, typer.Option(help="Rank among all items, or unseen ones only; as the runs have it if left out.")
     ] = None,
@@ -119,6 +138,8 @@ def stratify(
         by=_words(by, "--by") if by is not None else found,
         metrics=_words(metric, "--metric"),
         quantiles=quantiles,
+        equal=equal.value,
+        edges=None if edges is None else _edges(edges),
         setting=subject.setting if setting is None else setting.value,
     )
     for one in made:
@@ -147,6 +168,13 @@ def _subject(source: Path, baseline: Path | None, data_root: str | None) -> Subj
     from recbft.comparing.comparison import load_comparison
 
     return subject_of_comparison(load_comparison(source), data_root=data_root)
+
+
+def _edges(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() for word in words):
+        raise UserError(f"--edges is {text!r}; give rising training counts, such as 187,396,642,1029")
+    return [int(word) for word in words]
 
 
 def _words(text: str, option: str) -> list[str]:

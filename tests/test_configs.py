@@ -8,10 +8,10 @@ import pytest
 
 from recbft.training.run_config import load_run_config
 
-CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").rglob("*.yaml"))
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_a_config_loads_in_every_arm_of_its_model(path):
     config = load_run_config(path)
     for arm in ("published", "matched", "bft"):

@@ -33,6 +33,7 @@ from recbft.core.moments import (
     softmax_mean_ref,
     softmax_moments_ref,
     softmax_weights,
+    squares_variance,
     weight_sums,
 )
 from recbft.core.observation_precision import (

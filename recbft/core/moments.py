@@ -183,3 +183,9 @@ def weight_sums(weights: Tensor, v: Tensor, context: SequenceContext) -> SiluMom
         squares @ centred,
         squares @ centred.square(),
     )
+
+
+def squares_variance(moments: SiluMoments) -> Tensor:
+    """w2 / s2 - (w1 / s2)^2, the variance of the values under squared weights, (B, H, T, K), >= 0."""
+    squares = moments.square_sum[..., None].clamp(min=torch.finfo(moments.square_sum.dtype).tiny)
+    return (moments.square_second / squares - (moments.square_mean / squares).square()).clamp(min=0)

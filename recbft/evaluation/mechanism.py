@@ -14,12 +14,14 @@ held against the head's gain, over users, once more with the number of keys held
     cap                                         lam_max, the largest precision there is
     bins            list of {name, counts, num_items, num_tokens}; rarest first, "mask" last where the model reads one
     layers          list of {layer, quantities, jacobian_mode, process_noise: {mean, max}, recency_decay,
-                    saturated: {incoming, observation, outgoing, last_token}, first_position}
+                    saturated: {incoming, observation, outgoing, last_token}, by_length, first_position}
       quantities    name -> {mean, bins (in the order of bins), rho, p, num_items, rho_reliability, p_reliability}
                     names: gain, incoming_precision, observation_precision, effective_sample_size, outgoing_precision,
                     jacobian (at the token), jacobian_used (what stood for it); rho with training count,
                     rho_reliability with the planted reliability
       saturated     shares of coordinates at cap; last_token: of the outgoing ones at users' last tokens
+      by_length     list of {keys, num_tokens, effective_sample_size, observation_precision, gain, optimal_gain}: means
+                    over the tokens that read so many; optimal_gain: r / (lam + r), whatever the update rule does
       first_position  list of {head, share, uniform, gain, rho, p, rho_given_keys, p_given_keys, num_users}; over users
                     with two keys or more; uniform: the mean of 1 / keys, what an even spread would give; rho: of share
                     and gain
@@ -36,6 +38,7 @@ Shapes: B rows, T tokens, D model width, H heads, G as in ``trace``, S histories
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -55,6 +58,7 @@ from recbft.models.precision_channel import LAM_MIN
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+BY_LENGTH = ("effective_sample_size", "observation_precision", "gain", "optimal_gain")
 COPIES = 6  # of a batch's (B, G, T, T) weights that may be alive at once
 
 
@@ -117,6 +121,7 @@ class _LayerSums:
         self.size = size  # items 0..V and the mask V + 1
         self.sums: dict[str, FloatArray] = {}
         self.at_cap: dict[str, list[int]] = {}  # coordinates at the cap, and all of them
+        self.lengths: dict[str, IntArray | FloatArray] = {}  # sums over tokens that read 1, 2 to 3, 4 to 7 ... others
         self.share: list[FloatArray] = []
         self.gain: list[FloatArray] = []
         self.keys: list[IntArray] = []
@@ -143,6 +148,7 @@ class _LayerSums:
                 own = self.sums.setdefault(name, np.zeros(self.size))
                 own += np.bincount(items, weights=means, minlength=self.size)
         self._add_saturated(layer, batch, real)
+        self._add_lengths(layer, real, quantities)
         self._add_last_token(layer, batch)
         noise, precision = layer.noise, layer.block.precision
         self.constants = {
@@ -163,6 +169,35 @@ class _LayerSums:
             counted = self.at_cap.setdefault(name, [0, 0])
             counted[0] += int(at_cap(values, cap).sum())
             counted[1] += values.numel()
+
+    def _add_lengths(self, layer: LayerTrace, real: Tensor, quantities: Mapping[str, Tensor | None]) -> None:
+        if quantities["gain"] is None:
+            return
+        named = {name: quantities[name] for name in ("effective_sample_size", "observation_precision", "gain")}
+        incoming, observed = layer.incoming, layer.observation
+        named["optimal_gain"] = None if incoming is None or observed is None else observed / (incoming + observed)
+        keys = layer.context.allowed.sum(dim=-1).cpu()[real].numpy()  # (N,)
+        octave = np.frexp(keys)[1] - 1  # floor of the binary logarithm
+        for name, values in {"num_tokens": real[..., None], **named}.items():
+            if values is not None:
+                means = values.cpu()[real].double().mean(dim=-1).numpy()
+                own = self.lengths.setdefault(name, np.zeros(64))
+                own += np.bincount(octave, weights=means, minlength=64)
+
+    def _by_length(self) -> list[dict[str, Any]] | None:
+        """The entry of ``by_length``."""
+        if not self.lengths:
+            return None
+        tokens = self.lengths["num_tokens"]
+        rows = []
+        for octave in np.flatnonzero(tokens):
+            low, high = 2**octave, 2 ** (octave + 1) - 1
+            row = {name: None if name not in self.lengths else float(self.lengths[name][octave] / tokens[octave])
+                   for name in BY_LENGTH}  # fmt: skip
+            rows.append(
+                {"keys": f"{low}" if low == high else f"{low}-{high}", "num_tokens": int(tokens[octave]), **row}
+            )
+        return rows
 
     def _add_last_token(self, layer: LayerTrace, batch: Batch) -> None:
         """Share of attention on the first token and gain, head by head, at each history's last token: (S, H)."""
@@ -192,6 +227,7 @@ class _LayerSums:
             },
             **self.constants,
             "saturated": saturated or None,
+            "by_length": self._by_length(),
             "first_position": self._first_position(),
         }
 

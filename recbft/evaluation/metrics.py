@@ -301,6 +301,7 @@ def begun_from(protocol: Mapping[str, Any]) -> str:
     return (
         f"{older['kept']:g} of the weights of {older['run']} ({older['weights'][:12]}, trained on content "
         f"{older['content_hash'][:12]}), which knew {older['known_items']:,} of the {protocol['items']:,} items"
+        + (" and tracked no precision" if older.get("fresh_precision") else "")
     )
 
 

@@ -6,7 +6,9 @@ Users are put together by how often their target occurs in training, how active 
     stratum of a value = number of edges below it; "new" of a count of 0, before all others              (b)
 
 Item frequency takes its edges from the training counts of the distinct items that have training events, so that each
-stratum holds equal numbers of items as far as ties allow (Q0 rarest); user activity takes them from the users' own
+stratum holds equal numbers of items as far as ties allow (Q0 rarest), or from another population: the targets' counts,
+or the different counts that targets have, each once. The last is what the paper's edges follow: on ML-1M it gives
+187 / 383 / 632 / 999 where the paper prints 187 / 396 / 642 / 1029. User activity takes its edges from the users' own
 training lengths (Q0 shortest), recency from the users' own gaps between the target and the event before it (Q0 most
 recent). Equal values are never split, so strata can be unequal, and one between two equal edges is empty: it is left
 out.
@@ -29,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -47,6 +49,7 @@ from recbft.evaluation.paired import (
 )
 
 QUANTILES = 5
+Equal = Literal["items", "targets", "counts"]  # what strata of item frequency hold equal numbers of
 NEW = "new"  # without a training event
 MIN_USERS = 30  # fewer are too few to say anything of others: resamples of them are too much alike
 Number = TypeVar("Number", bound=np.number[Any])
@@ -90,7 +93,13 @@ class Confound(NamedTuple):
 
 
 def item_frequency(
-    target_frequency: ArrayLike, item_counts: ArrayLike, *, quantiles: int = QUANTILES, new_apart: bool = True
+    target_frequency: ArrayLike,
+    item_counts: ArrayLike,
+    *,
+    quantiles: int = QUANTILES,
+    new_apart: bool = True,
+    equal: Equal = "items",
+    edges: Sequence[int] | None = None,
 ) -> Strata:
     """Users by the training count of their target.
 
@@ -98,9 +107,18 @@ def item_frequency(
         target_frequency: training events of each user's target, (N,).
         item_counts: training events of the distinct items, (V,), padding left out.
         new_apart: what has no training event is a stratum of its own; else one of the rarest.
+        equal: what strata hold equal numbers of: items, targets, or different counts of targets.
+        edges: the largest count of every stratum but the last, rising, in place of quantiles.
     """
     unit, made = "training events of the target", _counts if new_apart else _quantiles
-    return made("item frequency", unit, _integers(target_frequency), _integers(item_counts), quantiles)
+    counts, population = _integers(target_frequency), _integers(item_counts)
+    if equal != "items":
+        population = counts if equal == "targets" else np.unique(counts)
+    if edges is not None and equal != "items":
+        raise UserError(f"equal {equal} has no effect with edges; leave one of them out")
+    if edges is not None and (not len(edges) or min(edges) < 0 or list(edges) != sorted(set(edges))):
+        raise UserError(f"edges are {list(edges)}; give rising training counts, such as 187,396,642,1029")
+    return made("item frequency", unit, counts, population, quantiles, edges)
 
 
 def user_activity(training_length: ArrayLike, *, owner: IntArray | None = None, quantiles: int = QUANTILES) -> Strata:
@@ -165,12 +183,20 @@ def quantile_edges(population: NDArray[Number], quantiles: int) -> NDArray[Numbe
     return edges
 
 
-def _quantiles(axis: str, unit: str, values: IntArray, population: IntArray, quantiles: int) -> Strata:
+def _quantiles(
+    axis: str,
+    unit: str,
+    values: IntArray,
+    population: IntArray,
+    quantiles: int,
+    edges: Sequence[int] | IntArray | None = None,
+) -> Strata:
     if quantiles < 2:
         raise UserError(f"quantiles is {quantiles}; give 2 or more")
     if values.size == 0 or population.size == 0:
         raise UserError("there is no user to stratify; evaluate a data set with users first")
-    edges = quantile_edges(population, quantiles)
+    edges = quantile_edges(population, quantiles) if edges is None else _integers(edges)
+    quantiles = len(edges) + 1
     member = np.searchsorted(edges, values, side="left")  # (b)
     low = np.concatenate([[population.min()], edges + 1])
     high = np.concatenate([edges, [population.max()]])
@@ -179,14 +205,16 @@ def _quantiles(axis: str, unit: str, values: IntArray, population: IntArray, qua
     return _compact(axis, unit, names, [_range(int(low[q]), int(high[q])) for q in range(quantiles)], member)
 
 
-def _counts(axis: str, unit: str, values: IntArray, population: IntArray, quantiles: int) -> Strata:
+def _counts(
+    axis: str, unit: str, values: IntArray, population: IntArray, quantiles: int, edges: Sequence[int] | None = None
+) -> Strata:
     """Quantiles of the counts above 0, and before them the stratum "new" where there is a value of 0."""
     is_new, counted = values == 0, population[population > 0]
     if not is_new.any():
-        return _quantiles(axis, unit, values, counted, quantiles)
+        return _quantiles(axis, unit, values, counted, quantiles, edges)
     if is_new.all():
         return Strata(axis=axis, unit=unit, names=(NEW,), bounds=("0",), member=np.zeros(values.size, np.int64))
-    others, member = _quantiles(axis, unit, values[~is_new], counted, quantiles), np.zeros(values.size, np.int64)
+    others, member = _quantiles(axis, unit, values[~is_new], counted, quantiles, edges), np.zeros(values.size, np.int64)
     member[~is_new] = others.member + 1
     return replace(others, names=(NEW, *others.names), bounds=("0", *others.bounds), member=member)
 

@@ -26,11 +26,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from recbft.core import Belief, process_noise
+from recbft.core import Belief, SequenceContext, process_noise
 from recbft.datasets.batches import Batch
+from recbft.datasets.dataset import Dataset
+from recbft.evaluation.views import batches_of_view, evaluation_mode
 from recbft.models.backbone import Backbone
 from recbft.models.block import Block
 from recbft.models.contract import SequenceModel, UserStates
+
+SATURATED = 0.2  # of a layer's observation precisions: more at the cap are told of
+FEW = 256  # histories that say it
 
 
 class _Call(NamedTuple):
@@ -44,6 +49,12 @@ class LayerTrace:
 
     def __init__(self, block: Block, calls: dict[str, _Call]) -> None:
         self.block, self._calls = block, calls
+
+    @property
+    def context(self) -> SequenceContext:
+        """Which token may read which."""
+        context: SequenceContext = self._calls["mixer"].arguments[2]
+        return context
 
     @property
     def incoming(self) -> Tensor | None:
@@ -75,7 +86,7 @@ class LayerTrace:
         if self.block.precision is None or self.block.precision.mode == "off":
             return None
         assert self.block.network is not None
-        return self.block.network.jacobian(self._calls["norm_ffn"].output, self._calls["mixer"].arguments[2])
+        return self.block.network.jacobian(self._calls["norm_ffn"].output, self.context)
 
     @cached_property
     def jacobian_used(self) -> Tensor | None:
@@ -83,8 +94,8 @@ class LayerTrace:
         if self.jacobian is None or self.block.precision is None:
             return None
         assert self.block.network is not None
-        x, context = self._calls["norm_ffn"].output, self._calls["mixer"].arguments[2]
-        return self.block.network.predict(x, context, self.block.precision).jacobian
+        x = self._calls["norm_ffn"].output
+        return self.block.network.predict(x, self.context, self.block.precision).jacobian
 
     @property
     def noise(self) -> Tensor | None:
@@ -126,6 +137,22 @@ class LayerTrace:
 def at_cap(precision: Tensor, cap: float) -> Tensor:
     """True where a precision stands at lam_max, but for rounding."""
     return precision >= cap * (1 - 1e-6)
+
+
+def saturated_layers(model: SequenceModel, dataset: Dataset) -> list[int]:
+    """The layers of which more than ``SATURATED`` of the observation precisions stand at the cap, from 1.
+
+    Looked at are the first histories that validation is ranked from, a batch of them.
+    """
+    if model.core is None or model.core.update != "kalman" or dataset.split.validation.target.size == 0:
+        return []
+    with torch.inference_mode(), evaluation_mode(model):
+        batch = next(iter(batches_of_view(model, dataset, dataset.split.validation, FEW)))
+        _, layers = trace(model, batch.to(model.item_table().weight.device))
+        real = batch.segment >= 0
+        found = [layer.observation for layer in layers]
+        shares = [0.0 if r is None else float(at_cap(r.cpu()[real], model.core.lam_max).double().mean()) for r in found]
+    return [number for number, share in enumerate(shares, start=1) if share > SATURATED]
 
 
 def trace(model: SequenceModel, batch: Batch) -> tuple[UserStates, list[LayerTrace]]:

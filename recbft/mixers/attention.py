@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recbft.autograd.boundaries import in_full_precision
@@ -39,13 +38,26 @@ from recbft.core import (
     residual_variance,
     scalar_log_precision,
     softmax_weights,
+    squares_variance,
     weight_sums,
 )
 from recbft.core.regimes import BiasTerms
 from recbft.kernels.dropout import dropout as drop
 from recbft.kernels.filter_step import reml_precision, sandwich_precision
 from recbft.kernels.softmax_moments import softmax_mean, softmax_moments, softmax_reml, takes_terms
-from recbft.mixers.interface import Group, Kriging, Mixer, Observation, by_head, joined, projected
+from recbft.mixers.interface import (
+    DECAY,
+    DECAY_KEPT,
+    Group,
+    Kriging,
+    Mixer,
+    Observation,
+    by_head,
+    joined,
+    log_decay,
+    projected,
+)
+from recbft.mixers.value_unit import ValueUnit
 
 
 class SoftmaxAttention(Mixer):
@@ -56,13 +68,15 @@ class SoftmaxAttention(Mixer):
         recency_decay: start of the learned rho in (0, 1), or None for no decay.
         estimator: how the observation precision is estimated, or None for the plain layer.
         prior_dof, prior_variance: nu and s0 of the estimator, 1 / K unless given.
+        running: values are told in units of their own spread (``value_unit``).
         kriging: ``scalar`` weighs a key by its mean precision, ``per_dimension`` each coordinate by its own (short rows
             only: ``core.MAX_TOKENS``).
     """
 
     weights = "softmax"  # which estimators are defined: core.ESTIMATORS
     takes_only = True
-    groups: Mapping[str, Group] = {"decay_logit": "precision"}
+    groups: Mapping[str, Group] = {DECAY: "precision"}
+    decay_kept: Tensor | None
 
     def __init__(
         self,
@@ -75,6 +89,7 @@ class SoftmaxAttention(Mixer):
         estimator: Estimator | None = None,
         prior_dof: float = 1.0,
         prior_variance: float | None = None,
+        running: bool = False,
         lam_max: float = 100.0,
         kriging: Kriging = "scalar",
     ) -> None:
@@ -86,11 +101,13 @@ class SoftmaxAttention(Mixer):
         self.by_coordinate = kriging == "per_dimension"
         self.prior_dof, self.lam_max = prior_dof, lam_max
         self.prior_variance = n_heads / hidden_size if prior_variance is None else prior_variance
+        self.unit = ValueUnit() if running and estimator is not None else None
         self.query = nn.Linear(hidden_size, hidden_size)
         self.key = nn.Linear(hidden_size, hidden_size)
         self.value = nn.Linear(hidden_size, hidden_size)
         self.out = nn.Linear(hidden_size, hidden_size) if output_projection else None
         self.decay_logit: nn.Parameter | None = None
+        self.register_buffer(DECAY_KEPT, None)
         if recency_decay is not None:
             self.decay_logit = nn.Parameter(torch.tensor(math.log(recency_decay / (1 - recency_decay))))
 
@@ -148,9 +165,29 @@ class SoftmaxAttention(Mixer):
     ) -> Observation:
         """``forward`` from what ``project`` returns; without ``estimate`` the innovation alone."""
         estimator = self.estimator if estimate else None
+        unit = None if self.unit is None or estimator is None else self.unit(v)
+        v = v if unit is None else v / unit  # (2.15)
         if self._is_written_out(estimator):
             assert not isinstance(bias, BiasTerms)
-            return self._observe_written_out(q, k, v, precision, context, ramp, bias, estimator)
+            mean, found = self._estimate_written_out(q, k, v, precision, context, ramp, bias, estimator, unit)
+        else:
+            mean, found = self._estimate(q, k, v, precision, context, ramp, bias, estimator, unit)
+        mean = mean if unit is None else mean * unit
+        return projected(Observation(mean, found).each(joined), self.out, cap=self.lam_max)
+
+    def _estimate(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        precision: Tensor | None,
+        context: SequenceContext,
+        ramp: float,
+        bias: Tensor | BiasTerms | None,
+        estimator: str | None,
+        unit: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Mean and precision, (B, H, T, K) each; ``unit`` is what the values were divided by."""
         known: dict[str, Any] = {
             "log_precision": None if precision is None else ramped(scalar_log_precision(precision), ramp),
             "log_decay": self._log_decay(ramp),
@@ -158,14 +195,20 @@ class SoftmaxAttention(Mixer):
             "bias": bias,
         }
         if estimator is None:
-            return self._observation(softmax_mean(q, k, v, context, **known))
+            return softmax_mean(q, k, v, context, **known), None
+        prior: dict[str, Any] = {"prior_scale": self.prior_variance, "prior_dof": self.prior_dof}
+        if estimator == "reml" and (self.unit is None or not self.unit.learns):
+            return softmax_reml(q, k, v, context, **known, **prior, cap=self.lam_max)
+        mean, S, n = softmax_moments(q, k, v, context, **known)
+        self._learn(S, unit, context)
         if estimator == "reml":
-            s0, nu = self.prior_variance, self.prior_dof
-            mean, found = softmax_reml(q, k, v, context, **known, prior_scale=s0, prior_dof=nu, cap=self.lam_max)
-        else:
-            mean, S, n = softmax_moments(q, k, v, context, **known)
-            found = reml_naive_precision(S, n, cap=self.lam_max)
-        return self._observation(mean, found)
+            return mean, reml_precision(S, n, **prior, cap=self.lam_max)
+        return mean, reml_naive_precision(S, n, cap=self.lam_max)
+
+    def _learn(self, spread: Tensor, unit: Tensor | None, context: SequenceContext) -> None:
+        """Keep the spread of the values of a batch, (B, H, T, K), where they are told in units of it."""
+        if self.unit is not None and unit is not None:
+            self.unit.learn(spread, unit, context)
 
     def _is_written_out(self, estimator: str | None) -> bool:
         """Whether weights are kept, one by one: for estimators and kriging that need more than S and n."""
@@ -206,10 +249,10 @@ class SoftmaxAttention(Mixer):
         return per_dimension_weights(q, k, context, log_precision=log_precision, log_decay=log_decay, bias=bias)
 
     def _log_decay(self, ramp: float) -> Tensor | None:
-        return None if self.decay_logit is None else ramped(F.logsigmoid(self.decay_logit), ramp)
+        return log_decay(self.decay_logit, ramp, self.decay_kept)
 
     @in_full_precision
-    def _observe_written_out(
+    def _estimate_written_out(
         self,
         q: Tensor,
         k: Tensor,
@@ -219,7 +262,8 @@ class SoftmaxAttention(Mixer):
         ramp: float,
         bias: Tensor | None,
         estimator: str | None,
-    ) -> Observation:
+        unit: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
         """The same from weights that are kept, in float32 at least: squares of weights vanish in half precision."""
         shape, dtype = v.shape, v.dtype
         wide = torch.promote_types(dtype, torch.float32)
@@ -237,34 +281,33 @@ class SoftmaxAttention(Mixer):
         kept = weights * self._kept_pairs(q, dropout, num_heads=weights.shape[1]) if dropout else weights
         mean = _head_by_head(kept @ v, shape).to(dtype)
         if estimator is None:
-            return self._observation(mean)
-        found = _head_by_head(self._estimate(weights, v, trust, context).expand_as(v), shape)
-        return self._observation(mean, found.to(dtype))
+            return mean, None
+        found = _head_by_head(self._precision(weights, v, trust, context, unit).expand_as(v), shape)
+        return mean, found.to(dtype)
 
-    def _estimate(self, weights: Tensor, v: Tensor, trust: Tensor, context: SequenceContext) -> Tensor:
+    def _precision(
+        self, weights: Tensor, v: Tensor, trust: Tensor, context: SequenceContext, unit: Tensor | None
+    ) -> Tensor:
         """Observation precision by the estimator, (B, H, T, K) or (B, H, T, 1); ``trust`` is what delta propagates."""
         if self.estimator == "sandwich":
-            return sandwich_precision(weight_sums(weights, v, context), cap=self.lam_max)
+            sums = weight_sums(weights, v, context)
+            self._learn(squares_variance(sums), unit, context)
+            return sandwich_precision(sums, cap=self.lam_max)
         if self.estimator == "delta":
             return delta_precision(propagated_variance(weights, trust), cap=self.lam_max)
         n = effective_sample_size(weights)
+        by_keys = self.estimator == "design_effect"
+        spread = key_variance(v, context) if by_keys else residual_variance(weights, v, context)
+        self._learn(spread, unit, context)
         if self.estimator == "reml_naive":
-            return reml_naive_precision(residual_variance(weights, v, context), n, cap=self.lam_max)
-        s0, nu = self.prior_variance, self.prior_dof
-        if self.estimator == "design_effect":
-            spread = key_variance(v, context)
-            return design_effect_precision(spread, n, prior_scale=s0, prior_dof=nu, cap=self.lam_max)
-        spread = residual_variance(weights, v, context)
-        return reml_precision(spread, n, prior_scale=s0, prior_dof=nu, cap=self.lam_max)
+            return reml_naive_precision(spread, n, cap=self.lam_max)
+        estimate = design_effect_precision if by_keys else reml_precision
+        return estimate(spread, n, prior_scale=self.prior_variance, prior_dof=self.prior_dof, cap=self.lam_max)
 
     def _kept_pairs(self, q: Tensor, dropout: float, *, num_heads: int) -> Tensor:
         """Dropout of the weights, (B, num_heads, T, T): drawn per head, also where each coordinate has weights."""
         B, H, T, _ = q.shape
         return drop(q.new_ones(B, H, T, T), dropout).repeat_interleave(num_heads // H, dim=1)
-
-    def _observation(self, mean: Tensor, precision: Tensor | None = None) -> Observation:
-        """What the heads found, (B, H, T, K) each, through the output map."""
-        return projected(Observation(mean, precision).each(joined), self.out, cap=self.lam_max)
 
 
 def _head_by_head(x: Tensor, shape: torch.Size) -> Tensor:

@@ -10,13 +10,18 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recbft.core import Estimator, SequenceContext, pick, projected_precision
+from recbft.core import Estimator, SequenceContext, pick, projected_precision, ramped
 from recbft.errors import UserError
 
 Group = Literal["backbone", "precision", "dynamics"]  # of the optimiser
 Kriging = Literal["scalar", "per_dimension"]
+DECAY, DECAY_KEPT = (
+    "decay_logit",
+    "decay_kept",
+)  # of mixers with a recency decay: the parameter, and what keeps it whole
 
 
 class Observation(NamedTuple):
@@ -42,6 +47,7 @@ class Estimation:
     estimator: Estimator | None = None  # None for a mixer without an estimator
     prior_dof: float = 1.0
     prior_variance: float | None = None
+    running: bool = False  # values in units of their own spread, of ``mixers.value_unit``
     kriging: Kriging = "scalar"
     centre: Literal["root", "innovation"] = "root"  # m of the sandwich estimator
 
@@ -174,6 +180,11 @@ def refuse_idle(config: Any, names: Collection[str], why: str) -> None:
     for field in fields(config):
         if field.name in names and getattr(config, field.name) != field.default:
             raise UserError(f"{field.name} has no effect {why}")
+
+
+def log_decay(logit: Tensor | None, ramp: float, kept: Tensor | None) -> Tensor | None:
+    """The recency term of (2.2) for a lag of 1, w log rho; ``kept`` holds w at 1 where rho was learned before."""
+    return None if logit is None else ramped(F.logsigmoid(logit), ramp if kept is None else 1.0)
 
 
 def projected(observation: Observation, out: nn.Linear | None, *, cap: float) -> Observation:

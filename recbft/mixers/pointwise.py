@@ -34,12 +34,14 @@ from recbft.core import (
     ramped,
     scalar_log_precision,
     silu_weights,
+    squares_variance,
 )
 from recbft.kernels.dropout import dropout as drop
 from recbft.kernels.filter_step import sandwich_precision
 from recbft.kernels.layer_norm import LayerNorm
 from recbft.kernels.silu_moments import silu_mean, silu_moments
-from recbft.mixers.interface import Group, Mixer, Observation, by_head, joined
+from recbft.mixers.interface import DECAY, DECAY_KEPT, Group, Mixer, Observation, by_head, joined, log_decay
+from recbft.mixers.value_unit import ValueUnit
 
 BUCKET_WIDTH = 0.301  # as in the authors' code
 NUM_BUCKETS = 128
@@ -56,12 +58,14 @@ class PointwiseAttention(Mixer):
         time_bias: learn g of (8.2); the context must have times.
         recency_decay: start of the learned rho in (0, 1), or None for no decay.
         estimator: how the observation precision is estimated (``sandwich``), or None for the plain layer.
+        running: values are told in units of their own spread (``value_unit``).
         centre: m of the estimator, as ``core.sandwich_precision_ref`` explains it.
     """
 
     weights = "silu"  # which estimators are defined: core.ESTIMATORS
     takes_only = True
-    groups: Mapping[str, Group] = {"decay_logit": "precision"}
+    groups: Mapping[str, Group] = {DECAY: "precision"}
+    decay_kept: Tensor | None
 
     def __init__(
         self,
@@ -75,6 +79,7 @@ class PointwiseAttention(Mixer):
         time_bias: bool = False,
         recency_decay: float | None = None,
         estimator: str | None = None,
+        running: bool = False,
         lam_max: float = 100.0,
         centre: str = "root",
     ) -> None:
@@ -84,6 +89,7 @@ class PointwiseAttention(Mixer):
         self.n_heads, self.length, self.dropout, self.estimator = n_heads, length, dropout, estimator
         self.lam_max, self.centre = lam_max, centre
         self.gives_precision, self.mixes_heads = estimator is not None, output_projection
+        self.unit = ValueUnit() if running and estimator is not None else None
         self.gate = nn.Linear(hidden_size, hidden_size)
         self.value = nn.Linear(hidden_size, hidden_size)
         self.query = nn.Linear(hidden_size, hidden_size)
@@ -94,6 +100,7 @@ class PointwiseAttention(Mixer):
         self.position_table = nn.Parameter(torch.empty(length, 1).normal_(std=BIAS_STD))
         self.time_table = nn.Parameter(torch.empty(NUM_BUCKETS, 1).normal_(std=BIAS_STD)) if time_bias else None
         self.decay_logit: nn.Parameter | None = None
+        self.register_buffer(DECAY_KEPT, None)
         if recency_decay is not None:
             self.decay_logit = nn.Parameter(torch.tensor(math.log(recency_decay / (1 - recency_decay))))
 
@@ -129,8 +136,12 @@ class PointwiseAttention(Mixer):
         halved = x.dtype in HALVES  # by weights in half precision, where squares vanish; not by autocast
         if halved:
             q, k, v = q.float(), k.float(), v.float()
-        moments = silu_moments(q, k, v, context, length=self.length, **known)
-        innovation = self._innovation(moments.mean.to(x.dtype) if halved else moments.mean, gate)
+        unit = None if self.unit is None else self.unit(v)
+        moments = silu_moments(q, k, v if unit is None else v / unit, context, length=self.length, **known)
+        mean = moments.mean if unit is None else moments.mean * unit
+        if self.unit is not None and unit is not None and self.unit.learns:
+            self.unit.learn(squares_variance(moments), unit, context)
+        innovation = self._innovation(mean.to(x.dtype) if halved else mean, gate)
         found = joined(sandwich_precision(moments, cap=self.lam_max, centre=self.centre)).to(x.dtype)
         return Observation(
             innovation, found if self.out is None else projected_precision(found, self.out.weight, cap=self.lam_max)
@@ -169,7 +180,7 @@ class PointwiseAttention(Mixer):
             "bias": self._time_bias(context),
             "lag_bias": self.position_table[:, 0],
             "log_precision": None if precision is None else ramped(scalar_log_precision(precision), ramp),
-            "log_decay": None if self.decay_logit is None else ramped(F.logsigmoid(self.decay_logit), ramp),
+            "log_decay": log_decay(self.decay_logit, ramp, self.decay_kept),
         }
 
     def _time_bias(self, context: SequenceContext) -> Tensor | None:

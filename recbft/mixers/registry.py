@@ -73,6 +73,8 @@ class MixerSpec:
         if estimation is not None:
             heard = _HEARD_OF_ESTIMATION.get(self.precision, ("lam_max",))
             given |= {name: getattr(estimation, name) for name in heard}
+            if estimation.running:
+                given["running"] = True
         return self.kind(place.hidden_size, place.n_heads, **given)
 
 

@@ -30,7 +30,7 @@ from recbft.datasets.batches import Batch
 from recbft.errors import UserError
 from recbft.kernels.dropout import Dropout
 from recbft.kernels.layer_norm import LayerNorm
-from recbft.mixers.interface import Group, take_penalties
+from recbft.mixers.interface import DECAY_KEPT, Group, take_penalties
 from recbft.models.block import Block
 from recbft.models.contract import ItemTable, TrainableModel, UserStates
 from recbft.models.feed_forward import FeedForward
@@ -55,8 +55,11 @@ class BackboneConfig:
     dropout: float = 0.5
     embedding_scale: float | None = None  # None means the backbone's own
     initializer_range: float = 0.02  # standard deviation of the initial weights
+    # of linear maps; None means normal, as the other weights; xavier has the variance 2 / (inputs + outputs)
+    linear_init: Literal["normal", "xavier"] | None = None
     norm_eps: float = 1e-8
     recency_decay: bool = True  # a learned decay of attention with the lag
+    recency_start: float | None = None  # rho, what it begins with; None means 0.99
     output_projection: bool = False  # a linear map after the heads are joined
     loss: str = "ce"  # a name of ``losses.LOSSES``
     num_negatives: int | None = None  # None means 512 for sampled_softmax, 256 for gbce, 1 for bce and bpr
@@ -78,6 +81,7 @@ def check_backbone(config: BackboneConfig) -> None:
     check_range("embedding_scale", config.embedding_scale, above=0)
     check_range("initializer_range", config.initializer_range, above=0)
     check_range("norm_eps", config.norm_eps, above=0)
+    check_range("recency_start", config.recency_start, above=0, below=1)
     check_range("content_events", config.content_events, at_least=0)
     check_range("content_neighbours", config.content_neighbours, at_least=1)
     check_range("content_width", config.content_width, at_least=2)
@@ -315,6 +319,14 @@ class Backbone(TrainableModel):
         if not self.ramp.is_inference():  # which counts no changes
             self._told = self.ramp, self.ramp._version, value
 
+    def _load_from_state_dict(self, state: Any, prefix: str, *arguments: Any) -> None:
+        """Mixers keep their recency decay whole where those of the state do."""
+        for path, part in self.named_modules():
+            if DECAY_KEPT in part._buffers:
+                kept = state.get(f"{prefix}{path}.{DECAY_KEPT}")
+                part.register_buffer(DECAY_KEPT, None if kept is None else torch.ones_like(self.ramp))
+        super()._load_from_state_dict(state, prefix, *arguments)
+
     @eagerly
     @untransformed
     def _ramp(self) -> float:
@@ -361,17 +373,24 @@ class Backbone(TrainableModel):
         )
 
     def _initialise(self, seed: int) -> None:
-        """Normal weights, zero biases; one generator for what arms share, another for the precision channel."""
+        """Normal weights, zero biases; one generator for what arms share, another for the precision channel.
+
+        With ``xavier`` the same numbers are drawn, and those of linear maps are scaled.
+        """
         shared, own = (torch.Generator().manual_seed(2 * seed + part) for part in (0, 1))
         # Update rules start where they say, and draw nothing that arms share.
         rules = {f"blocks.{number}.update." for number in range(len(self.blocks))}
         groups = self.optimiser_groups()
+        linear = {f"{path}.weight" for path, part in self.named_modules() if isinstance(part, nn.Linear)}
         for name, parameter in self.named_parameters():
             if any(name.startswith(rule) for rule in rules):
                 continue
             generator = own if groups[name] == "precision" else shared
             if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=self.config.initializer_range, generator=generator)
+                std = self.config.initializer_range
+                if self.config.linear_init == "xavier" and generator is shared and name in linear:
+                    std = math.sqrt(2 / sum(parameter.shape))
+                nn.init.normal_(parameter, std=std, generator=generator)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
         if self.item_precision is not None and self.item_precision.mode == "hybrid":

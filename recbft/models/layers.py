@@ -112,6 +112,8 @@ def mixer_maker(
     # `bft` has the decay by default, so that there it is left out where a mixer has a decay of its own, or none.
     if core is None and config.recency_decay and "recency_decay" not in spec.hears:
         raise UserError(f"recency_decay has no effect with mixer {mixing.name!r}; leave it out (and `+recency`)")
+    if not config.recency_decay or "recency_decay" not in spec.hears:
+        refuse_idle(config, ("recency_start",), "without a recency decay; leave it out")
     if core is None and mixing.options is not None:
         why = "in an arm without precision; leave it out"
         refuse_idle(mixing.options, mixing.options.only_with_precision, why)
@@ -119,13 +121,14 @@ def mixer_maker(
         check_core(core, spec.precision, config.max_length)
         if core.update == "kalman" and spec.precision == "none":
             raise without_precision(f"mixer {mixing.name}")
+    start = RECENCY_START if config.recency_start is None else config.recency_start
     place = Place(
         hidden_size=config.hidden_size,
         n_heads=config.n_heads,
         length=config.max_length,
         dropout=default_dropout if attention_dropout is None else attention_dropout,
         output_projection=config.output_projection,
-        recency_decay=RECENCY_START if config.recency_decay else None,
+        recency_decay=start if config.recency_decay else None,
         estimation=None if core is None else core.estimation,
     )
     return lambda: spec.make(place, mixing.options, **more)

@@ -65,7 +65,7 @@ DISCOUNT_START = 0.99
 
 JacobianMode = Literal["exact", "low_rank", "running_mean", "off"]
 
-_PRIOR = ("prior_dof", "prior_variance")
+_PRIOR = ("prior_dof", "prior_variance")  # of which running scales all that is observed
 _WITH_PRIOR = ("reml", "design_effect")  # estimators that shrink to it
 # (key, value, what only counts where the key has that value)
 _ONLY_WITH: tuple[tuple[str, str | bool, tuple[str, ...]], ...] = (
@@ -73,11 +73,19 @@ _ONLY_WITH: tuple[tuple[str, str | bool, tuple[str, ...]], ...] = (
     ("update", "fixed", ("fixed_gain",)),
     ("update", "gate", ("gate",)),
     ("initial", "credibility", ("prior_events",)),
-    ("process_noise", True, ("q_max",)),
+    ("process_noise", True, ("q_max", "process_noise_start")),
     (
         "propagation",
         "jacobian",
-        ("jacobian", "jacobian_in_evaluation", "jacobian_rank", "jacobian_detach", "process_noise", "q_max"),
+        (
+            "jacobian",
+            "jacobian_in_evaluation",
+            "jacobian_rank",
+            "jacobian_detach",
+            "process_noise",
+            "q_max",
+            "process_noise_start",
+        ),
     ),
 )
 
@@ -88,7 +96,8 @@ class CoreConfig:
 
     estimator: Estimator = "reml"  # of observation precision, from the attention weights and residuals
     prior_dof: float = 1.0  # nu, the observations the estimator's prior is worth
-    prior_variance: float | None = None  # s0, the variance it expects; None means 1 / head width
+    # s0, the variance it expects; None means 1 / head width. With running values are told in units of their own spread
+    prior_variance: float | Literal["running"] | None = None
     sandwich_centre: Literal["root", "innovation"] = "root"  # m of the sandwich estimator; innovation is the paper's
     kriging: Kriging = "scalar"  # a key is weighed by its mean precision, or each coordinate of it by its own
     update: Literal["kalman", "residual", "gate", "fixed"] = "kalman"  # the gain, from precision or one to compare with
@@ -108,6 +117,7 @@ class CoreConfig:
     jacobian_detach: bool = False  # treat the slope as a constant for gradients
     process_noise: bool = True  # learn the variance each layer adds
     q_max: float = 1.0  # scale of the process noise
+    process_noise_start: float | None = None  # q before training, softplus(q) q_max being added; None means -9
 
     def __post_init__(self) -> None:
         for key, value, dependent in _ONLY_WITH:
@@ -122,10 +132,14 @@ class CoreConfig:
             if self.update != "gate":
                 refuse_idle(self, ("initial_gain",), without)
             if self.estimator not in _WITH_PRIOR:
-                refuse_idle(self, _PRIOR, f"{without} and estimator {self.estimator!r}")
+                refuse_idle(
+                    self, _PRIOR[:1] if self.is_running else _PRIOR, f"{without} and estimator {self.estimator!r}"
+                )
         check_range("fixed_gain", self.fixed_gain, above=0, at_most=1)
         check_range("prior_dof", self.prior_dof, above=0)
-        check_range("prior_variance", self.prior_variance, above=0)
+        check_range("prior_variance", self.fixed_variance, above=0)
+        if self.is_running and self.estimator == "delta":
+            raise UserError("prior_variance running has no effect with estimator 'delta', which reads no residuals")
         check_range("prior_events", self.prior_events, above=0)
         check_range("initial_gain", self.initial_gain, above=0, below=1)
         check_range("lam_max", self.lam_max, at_least=1e-3)  # what precision is held above anywhere
@@ -139,10 +153,21 @@ class CoreConfig:
             lam_max=self.lam_max,
             estimator=self.estimator,
             prior_dof=self.prior_dof,
-            prior_variance=self.prior_variance,
+            prior_variance=self.fixed_variance,
+            running=self.is_running,
             kriging=self.kriging,
             centre=self.sandwich_centre,
         )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether values are told in units of their own spread, equation (2.15)."""
+        return self.prior_variance == "running"
+
+    @property
+    def fixed_variance(self) -> float | None:
+        """s0 in the units that values are told in; None means 1 / head width."""
+        return 1.0 if isinstance(self.prior_variance, str) else self.prior_variance
 
     @property
     def starts_from_gain(self) -> bool:
@@ -155,6 +180,8 @@ def check_core(core: CoreConfig, weights: str, max_length: int) -> None:
     if weights not in ESTIMATORS:
         idle = ("estimator", "sandwich_centre", "kriging", *(() if core.starts_from_gain else _PRIOR))
         refuse_idle(core, idle, "with a mixer that has no attention weights")
+        if core.is_running:
+            raise UserError("core.prior_variance running is for mixers with attention weights; give a number, or none")
         return
     check_estimator(core.estimator, weights)
     if weights == "softmax" and core.sandwich_centre != "root":
@@ -249,7 +276,8 @@ class LayerPrecision(nn.Module):
         self.core, self.lam_max, self.is_last = core, core.lam_max, is_last
         self.first_precision = _first_precision(core, head_width)
         with_noise = core.process_noise and core.propagation == "jacobian"
-        self.noise_logits = nn.Parameter(torch.full((hidden_size,), Q_LOGIT_START)) if with_noise else None
+        start = Q_LOGIT_START if core.process_noise_start is None else core.process_noise_start
+        self.noise_logits = nn.Parameter(torch.full((hidden_size,), start)) if with_noise else None
         if core.propagation == "discount":
             self.discount_logit = nn.Parameter(torch.tensor(math.log(DISCOUNT_START / (1 - DISCOUNT_START))))
         if core.propagation == "decay":
@@ -400,5 +428,5 @@ def _empirical_bayes(token_counts: Tensor, num_items: int) -> Tensor:
 def _first_precision(core: CoreConfig, head_width: int) -> float:
     """lam0: what meets the largest REML precision with the gain K0."""
     return initial_scale(
-        core.initial_gain, head_width=head_width, prior_dof=core.prior_dof, prior_variance=core.prior_variance
+        core.initial_gain, head_width=head_width, prior_dof=core.prior_dof, prior_variance=core.fixed_variance
     )

@@ -21,6 +21,7 @@ from recbft.kernels.filter_step import predict_precision
 from recbft.kernels.gelu import gelu_with_slope, slope_product
 from recbft.kernels.layer_norm import layer_norms
 from recbft.kernels.product import linear
+from recbft.mixers.value_unit import ValueUnit, mean_of_each, unit_of
 from recbft.models.precision_channel import LAM_MIN, SAMPLED_ROWS, LayerPrecision
 
 
@@ -174,7 +175,7 @@ class SeedPrecision(nn.Module):
             return precision
         scale = self.learned["log_kappa"].exp() * self.plain.first_precision / self.mean_precision.clone()
         if self.training:
-            mean = self._mean(self.seeds.apart(precision.detach()), self.seeds.apart(context.valid))
+            mean = _mean(self.seeds.apart(precision.detach()), self.seeds.apart(context.valid))
             self._remember(self.mean_precision, mean.mean(dim=-1))
         return (self._per_row(scale) * precision).clamp(LAM_MIN, self.plain.core.lam_max)
 
@@ -194,7 +195,7 @@ class SeedPrecision(nn.Module):
             hidden, reduced = gelu_with_slope(a, right)
         each = _jacobian(self.seeds.apart(reduced), left)
         if self.training:
-            self._remember(self.mean_jacobian, self._mean(each.detach(), self.seeds.apart(context.valid)))
+            self._remember(self.mean_jacobian, _mean(each.detach(), self.seeds.apart(context.valid)))
         return hidden, each.view(*a.shape[:-1], -1)
 
     def predict(self, precision: Tensor, jacobian: Tensor) -> Tensor:
@@ -225,11 +226,7 @@ class SeedPrecision(nn.Module):
         index, chosen = self.seeds.sampled()
         sample = a.detach().view(-1, a.shape[-1]).index_select(0, index.flatten())
         reduced = slope_product(sample, right).view(*index.shape, -1)
-        return self._mean(_jacobian(reduced, left), chosen)
-
-    def _mean(self, values: Tensor, keep: Tensor) -> Tensor:  # (S, N, D), (S, N) -> (S, D)
-        share = keep.to(values.dtype)
-        return (share[:, None] @ values)[:, 0] / share.sum(dim=1, keepdim=True).clamp_(min=1)
+        return _mean(_jacobian(reduced, left), chosen)
 
     def _remember(self, mean: Tensor, value: Tensor) -> None:
         """As ``LayerPrecision``; seeds that train together have taken as many steps."""
@@ -239,6 +236,41 @@ class SeedPrecision(nn.Module):
         """(S,) -> (R, 1, 1), (S, D) -> (R, 1, D)."""
         rows = self.seeds.repeat(each)
         return rows.view(rows.shape[0], 1, -1)
+
+
+class SeedUnit(nn.Module):
+    """``ValueUnit`` of several seeds, ``each``, whose running means become views of the ones here."""
+
+    def __init__(self, seeds: SeedRows, each: Sequence[ValueUnit]) -> None:
+        super().__init__()
+        self.seeds = seeds
+        self.variance, self.updates = (
+            torch.stack([getattr(one, name) for one in each]) for name in ("variance", "updates")
+        )  # (S,)
+        for seed, one in enumerate(each):
+            one.variance, one.updates = self.variance[seed], self.updates[seed]
+
+    def forward(self, v: Tensor) -> Tensor:
+        """As ``ValueUnit``, for every row: (R, 1, 1, 1)."""
+        return self.seeds.repeat(unit_of(self.variance))[:, None, None, None].to(v.dtype)
+
+    @property
+    def learns(self) -> bool:
+        """As ``ValueUnit``."""
+        return self.training
+
+    def learn(self, spread: Tensor, unit: Tensor, context: SequenceContext) -> None:
+        """As ``ValueUnit``, of every seed."""
+        if self.learns:
+            each = self.seeds.apart(mean_of_each(spread, unit))[..., None]  # (S, N, 1)
+            value = _mean(each, self.seeds.apart(context.valid))[:, 0]
+            remember(self.variance, value.to(self.variance.dtype), self.updates[0])
+            self.updates += 1
+
+
+def _mean(values: Tensor, keep: Tensor) -> Tensor:  # (S, N, D), (S, N) -> (S, D)
+    share = keep.to(values.dtype)
+    return (share[:, None] @ values)[:, 0] / share.sum(dim=1, keepdim=True).clamp_(min=1)
 
 
 def _jacobian(reduced: Tensor, left: Tensor | None) -> Tensor:

@@ -27,11 +27,12 @@ from recbft.kernels.cross_entropy import full_cross_entropies
 from recbft.kernels.dropout import Dropout
 from recbft.mixers import SoftmaxAttention
 from recbft.mixers.interface import Group
+from recbft.mixers.value_unit import ValueUnit
 from recbft.models.backbone import Backbone
 from recbft.models.block import Block
 from recbft.models.losses import LOSSES, seen_items, shares_of, with_bias
 from recbft.models.precision_channel import LayerPrecision
-from recbft.models.seed_parts import SeedDropout, SeedEmbedding, SeedLinear, SeedNorm, SeedPrecision, SeedRows
+from recbft.models.seed_parts import SeedDropout, SeedEmbedding, SeedLinear, SeedNorm, SeedPrecision, SeedRows, SeedUnit
 
 # Single numbers that a layer reads as an attribute and multiplies with what every token has, (R, T).
 _PER_ROW = ("decay_logit", "range")
@@ -133,6 +134,9 @@ class Stacked:
         if isinstance(part, LayerPrecision):
             each = [model.get_submodule(path[:-1]) for model in self.models]
             return SeedPrecision(self.seeds, part, each, found)  # type: ignore[arg-type]
+        if isinstance(part, ValueUnit):
+            units = [model.get_submodule(path[:-1]) for model in self.models]
+            return SeedUnit(self.seeds, units)  # type: ignore[arg-type]
         self._exchange(part, path)
         return part
 

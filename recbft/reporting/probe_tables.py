@@ -11,7 +11,9 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from recbft.evaluation.mechanism import BY_LENGTH
 from recbft.evaluation.paired import seed_interval
+from recbft.evaluation.trace import SATURATED
 from recbft.experiments.lists import seeds_text
 from recbft.reporting.tables import Cell, Column, Table, p_equals, signed, text
 
@@ -50,7 +52,8 @@ def uncertainty_lines(found: Mapping[str, Any]) -> list[str]:
 
 def mechanism_tables(parts: Parts) -> list[Table]:
     """Quantities by item frequency, layer by layer; what else a layer says; the first position; planted reliability."""
-    made = [_frequency_table(parts), _layer_table(parts), _first_position_table(parts), _planted_table(parts)]
+    made = [_frequency_table(parts), _layer_table(parts), _length_table(parts), _first_position_table(parts),
+            _planted_table(parts)]  # fmt: skip
     return [table for table in made if table is not None]
 
 
@@ -58,6 +61,12 @@ def mechanism_words(parts: Parts) -> list[str]:
     """What the initial precision of the items says besides its table."""
     lines = []
     for arm, seed, one in each_probe(parts):
+        lines += [
+            f"{f'{arm}, seed {seed}: ' if arm else ''}{share:.0%} of the observation precisions of layer "
+            f"{layer['layer']} lie at the cap, where they have no gradient and tell no token from another."
+            for layer in one["layers"]
+            if (share := (layer["saturated"] or {}).get("observation", 0)) > SATURATED
+        ]
         initial, of = one["initial_precision"], f"{arm}, seed {seed}: " if arm else ""
         if initial is None:
             continue
@@ -183,6 +192,29 @@ def _layer_table(parts: Parts) -> Table | None:
                                            else "phone") for place in places),
                  Column("noise, mean", "short", "terminal"), Column("largest", "short", "terminal"),
                  Column("Jacobian used", "text", "terminal"), Column("recency decay", "short")],
+        rows=rows,
+    )  # fmt: skip
+
+
+def _length_table(parts: Parts) -> Table | None:
+    rows: list[list[Cell]] = []
+    for arm, ones in by_arm(parts):
+        for number, layer in enumerate(ones[0]["layers"]):
+            for place, row in enumerate(layer.get("by_length") or ()):  # probes of earlier versions have none
+                each = [one["layers"][number].get("by_length") or () for one in ones]
+                found = [lengths[place] for lengths in each if place < len(lengths)]
+                rows.append([arm, str(layer["layer"]), row["keys"], row["num_tokens"], *means_of(found, *BY_LENGTH)])
+    if not rows:
+        return None
+    return probe_table(
+        parts,
+        name="lengths",
+        title="Inside the layers, by how many tokens are read",
+        caption="Means over the tokens that read so many. Optimal gain: that of a Kalman filter with the precision "
+        f"before the layer and the observation's, which other update rules do not use{over_seeds(parts)}.",
+        columns=[Column("layer"), Column("tokens read"), Column("tokens", "count", "terminal"),
+                 Column("effective sample size", "short", "terminal"), Column("observation precision", "short"),
+                 Column("gain", "short"), Column("optimal gain", "short")],
         rows=rows,
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,17 @@ from recbft.errors import UserError, did_you_mean
 from recbft.evaluation import strata as partition
 from recbft.evaluation.metrics import SETTINGS, headline_setting
 from recbft.evaluation.paired import SeedComparison, UserComparison, share_of
-from recbft.evaluation.strata import MIN_HITS, MIN_USERS, SAMPLES, Strata, StratumResult, confound, p_of, stratify
+from recbft.evaluation.strata import (
+    MIN_HITS,
+    MIN_USERS,
+    SAMPLES,
+    Equal,
+    Strata,
+    StratumResult,
+    confound,
+    p_of,
+    stratify,
+)
 from recbft.experiments.lists import listed
 from recbft.reporting.comparison_tables import out_of_reach, without_spread
 from recbft.reporting.tables import DIFFERENCE, Cell, Column, Table, digits_for, p_equals, slug
@@ -149,18 +159,27 @@ def load_items(
 
 
 def stratified(
-    subject: Subject, *, by: Sequence[str], metrics: Sequence[str] = METRICS, quantiles: int, setting: str
+    subject: Subject,
+    *,
+    by: Sequence[str],
+    metrics: Sequence[str] = METRICS,
+    quantiles: int,
+    setting: str,
+    equal: Equal = "items",
+    edges: Sequence[int] | None = None,
 ) -> list[Stratified]:
-    """Every metric in every partition asked for.
+    """Every metric in every partition asked for; ``equal`` and ``edges`` as in ``strata.item_frequency``.
 
     Raises:
         UserError: a partition is unknown or the data does not have it, or no arm has ranks in this setting.
     """
+    if (edges is not None or equal != "items") and not {"item-frequency", "grid"} & set(by):
+        raise UserError("edges and equal have no effect without strata by item-frequency; leave them out")
     made = []
     for name in by:
         if name not in STRATA:
             raise UserError(f"unknown strata {name!r}; {did_you_mean(name, STRATA)}")
-        strata = STRATA[name](subject, quantiles)
+        strata = STRATA[name](subject, Cut(quantiles, equal, edges))
         for metric in metrics:
             results = stratify(
                 strata,
@@ -196,21 +215,29 @@ def _ranks(subject: Subject, setting: str) -> dict[str, np.ndarray]:
     return ranks
 
 
-def _recency(subject: Subject, quantiles: int) -> Strata:
+class Cut(NamedTuple):
+    """How an axis is cut; of what is not item frequency the number of strata alone."""
+
+    quantiles: int
+    equal: Equal = "items"
+    edges: Sequence[int] | None = None
+
+
+def _recency(subject: Subject, cut: Cut) -> Strata:
     if subject.items is None:
         raise UserError(f"recency needs the data set: {subject.missing}")
     if subject.items.gap is None:
         raise UserError(f"recency needs real times, and {subject.dataset} has none; leave recency out of --by")
     ticks_per_second = subject.items.ticks_per_second
-    return partition.recency(subject.items.gap, ticks_per_second=ticks_per_second, quantiles=quantiles)
+    return partition.recency(subject.items.gap, ticks_per_second=ticks_per_second, quantiles=cut.quantiles)
 
 
-STRATA: dict[str, Callable[[Subject, int], Strata]] = {
-    "item-frequency": lambda subject, quantiles: partition.item_frequency(
-        subject.target_frequency, _counts(subject), quantiles=quantiles
+STRATA: dict[str, Callable[[Subject, Cut], Strata]] = {
+    "item-frequency": lambda subject, cut: partition.item_frequency(
+        subject.target_frequency, _counts(subject), **cut._asdict()
     ),
-    "user-activity": lambda subject, quantiles: partition.user_activity(
-        subject.training_length, owner=subject.owner, quantiles=quantiles
+    "user-activity": lambda subject, cut: partition.user_activity(
+        subject.training_length, owner=subject.owner, quantiles=cut.quantiles
     ),
     "grid": lambda *given: partition.grid(STRATA["item-frequency"](*given), STRATA["user-activity"](*given)),
     "first-time": lambda subject, _: partition.first_time_items(subject.target_frequency),

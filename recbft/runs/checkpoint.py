@@ -75,6 +75,7 @@ class TrainState:
     best_metric: float | None = None  # of the validation metric that stops the run early
     best_epoch: int | None = None
     bad_epochs: int = 0  # validations since the best one
+    fresh_precision: bool = False  # the run began from one without precision, which is ramped in
     run: str | None = None  # as ``RunFolder.identity`` gives it
     digits_from: dict[str, Any] = field(default_factory=dict)  # as ``environment.digits_from`` gives it
     recbft_version: str = field(default_factory=recbft_version)

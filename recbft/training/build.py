@@ -8,6 +8,9 @@ Initial weights are those that the run would have begun with. Of what has a row 
 for one item, by its raw id, and items that the older run has not keep their initial rows. Running means and the warm-up
 are taken over; what is counted in the data, such as where precision starts, is that of the new data.
 
+A model that tracks precision may begin from one that does not: its precision is then fresh and is ramped in, so that
+with ``keep`` 1 the two give the same scores before the first step.
+
 With ``keep`` 1 a run stays near where the older one ended, and can generalise worse than one begun from scratch;
 shrunk and perturbed as in (a) it is not shown to, and is still done sooner (docs/serving.md has the figures).
 
@@ -36,6 +39,7 @@ from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
 from recbft.evaluation.metrics import config_hash, protocol
 from recbft.mixers.head_dynamics import DAY
+from recbft.mixers.interface import DECAY, DECAY_KEPT
 from recbft.models import MODELS
 from recbft.models.contract import TrainableModel
 from recbft.runs.checkpoint import TrainState, best_digest, vocabulary_hash
@@ -50,6 +54,7 @@ from recbft.training.run_config import RunConfig
 
 CPU = torch.device("cpu")
 KEEP = 0.4
+_OF_PRECISION = {"precision", "item_precision", "update", "unit", "log_scale"}  # in names, beside the optimiser's group
 
 
 class Parts(NamedTuple):
@@ -182,6 +187,11 @@ def check_clock(config: RunConfig, name: str, latest: int, unit: str | None = No
         )
 
 
+def is_fresh(begun_from: Mapping[str, Any] | None) -> bool:
+    """Whether a run begins from one without precision; ``begun_from`` as in ``Parts``."""
+    return begun_from is not None and bool(begun_from.get("fresh_precision"))
+
+
 def run_protocol(
     config: RunConfig, dataset: Dataset, model: Any, begun_from: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -222,7 +232,8 @@ def warm_start(model: torch.nn.Module, config: RunConfig, dataset: Dataset) -> d
 
     Returns:
         What a protocol keeps of it: the older ``run``, the SHA-256 of its ``weights``, its data's ``content_hash``, how
-        much was ``kept``, and how many of the new data's items it knew, ``known_items``; None where no run is named.
+        much was ``kept``, how many of the new data's items it knew, ``known_items``, and ``fresh_precision`` where it
+        tracks no precision; None where no run is named.
     """
     path = config.training.warm_start
     if path is None:
@@ -232,11 +243,16 @@ def warm_start(model: torch.nn.Module, config: RunConfig, dataset: Dataset) -> d
     while (now := best_digest(folder)) != weights:  # a training that goes on may put better ones in their place
         weights, (run, their_config, vocabulary, _, _, older) = now, load_trained(path)
     changed = differences(to_dict(config), to_dict(their_config))
+    fresh = config.arm == "bft" != their_config.arm
+    if fresh:
+        changed = {key: pair for key, pair in changed.items() if key not in ("arm", "core", "backbone.recency_decay")}
     differing = [f"{key} {theirs!r} (here {ours!r})" for key, (ours, theirs) in changed.items()]
     rows = _rows_of(dataset, vocabulary, run.path)
-    keep = KEEP if config.training.warm_start_keep is None else config.training.warm_start_keep
+    keep = config.training.warm_start_keep
+    if keep is None:
+        keep = 1.0 if fresh else KEEP
     try:
-        state = _taken_over(model, older.state_dict(), rows, len(vocabulary), keep)
+        state = _taken_over(model, older.state_dict(), rows, len(vocabulary), keep, fresh=fresh)
     except _MisfitError as misfit:
         why = f"it has {', '.join(differing[:3])}" if differing else str(misfit)
         raise UserError(
@@ -252,6 +268,7 @@ def warm_start(model: torch.nn.Module, config: RunConfig, dataset: Dataset) -> d
         warnings.warn(f"{run.path} is not finished; this run begins from the best of its epochs so far", stacklevel=2)
     model.load_state_dict(state)
     return {
+        **({"fresh_precision": True} if fresh else {}),
         "run": str(run.path.absolute()),
         "weights": weights,
         "content_hash": run.protocol["content_hash"],
@@ -278,14 +295,30 @@ def _rows_of(dataset: Dataset, vocabulary: Vocabulary, run: Path) -> Tensor:
 
 
 def _taken_over(
-    model: TrainableModel, theirs: Mapping[str, Tensor], rows: Tensor, num_their_items: int, keep: float
+    model: TrainableModel,
+    theirs: Mapping[str, Tensor],
+    rows: Tensor,
+    num_their_items: int,
+    keep: float,
+    *,
+    fresh: bool,
 ) -> dict[str, Tensor]:
-    """The state of the new model with the older one's weights in it."""
+    """The state of the new model with the older one's weights in it; with ``fresh`` its precision is its own."""
     mine, learned = model.state_dict(), {name for name, _ in model.named_parameters()}
-    if alone := sorted(theirs.keys() ^ mine.keys()):
+    new: set[str] = set()
+    if fresh:
+        groups = model.optimiser_groups()
+        of_precision = {n for n in mine if groups.get(n) == "precision" or _OF_PRECISION & set(n.split("."))}
+        new = of_precision - theirs.keys() | {"ramp"}
+    theirs = {name: their for name, their in theirs.items() if not name.endswith(DECAY_KEPT)}
+    if alone := sorted((theirs.keys() ^ mine.keys()) - new):
         raise _MisfitError(f"only one of the two has {alone[0]}")
-    taken: dict[str, Tensor] = {}
+    taken: dict[str, Tensor] = {name: mine[name] for name in new}
+    if fresh:  # a recency decay that is learned already is not ramped in again along with precision
+        taken |= {n.replace(DECAY, DECAY_KEPT): torch.ones(()) for n in theirs if n.endswith(DECAY)}
     for name, own in mine.items():
+        if name in new:
+            continue
         their = theirs[name].to(own)
         if name in model.per_item:
             beyond = len(own) - len(rows)  # tokens that are no items, such as a mask

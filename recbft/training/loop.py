@@ -17,7 +17,7 @@ from recbft.models.contract import TrainableModel
 from recbft.runs.checkpoint import TrainState
 from recbft.training.controllers import Controllers, Moment
 from recbft.training.graphs import GraphedSteps
-from recbft.training.optimiser import clip_gradients, warmup_ramp
+from recbft.training.optimiser import clip_gradients, ramp_steps, warmup_ramp
 from recbft.training.process_settings import autocast
 from recbft.training.process_team import ALONE, SharedLoss, Team
 from recbft.training.progress import Progress
@@ -208,7 +208,7 @@ def train_epoch(
             raise RunError("another run broke off")
         batch = controllers.on_batch(batch)
         targets = plain.targets(batch)  # while it is on the CPU: reading from a device waits for it
-        ramp = warmup_ramp(runs[0].state.step, config.ramp_steps)
+        ramp = warmup_ramp(runs[0].state.step, ramp_steps(config, runs[0].state.fresh_precision))
         plain.model.set_ramp(ramp)
         steps: Steps | GraphedSteps = plain if graphs is None or ramp < 1 else graphs
         under_way.append((steps.begin(batch), targets))

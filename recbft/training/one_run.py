@@ -23,7 +23,7 @@ from recbft.runs import checkpoint
 from recbft.runs.environment import environment
 from recbft.runs.folder import RunFolder
 from recbft.system.files import user_path
-from recbft.training.build import loaded, make_parts, new_state, run_protocol
+from recbft.training.build import is_fresh, loaded, make_parts, new_state, run_protocol
 from recbft.training.bundle import check_checkpoint, own_config, refuse_other_data, refuse_other_features
 from recbft.training.optimiser import idle_settings
 from recbft.training.process_settings import memory_explained, run_settings
@@ -129,7 +129,7 @@ def begin(
     """
     parts = make_parts(config, dataset, device)
     if team.leads and isinstance(parts.model, TrainableModel):
-        for key, why in idle_settings(parts.model, config.training).items():
+        for key, why in idle_settings(parts.model, config.training, fresh_precision=is_fresh(parts.begun_from)).items():
             warnings.warn(f"{key} has no effect: {why}", stacklevel=2)
     processes = {"processes": team.process.size} if team.several else {}
     run = team.first_does(
@@ -141,7 +141,8 @@ def begin(
             overwrite=overwrite,
         )
     )
-    return Session(run, config, dataset, device, parts, new_state(config, dataset), progress, generator, team)
+    state = replace(new_state(config, dataset), fresh_precision=is_fresh(parts.begun_from))
+    return Session(run, config, dataset, device, parts, state, progress, generator, team)
 
 
 def go_on(
@@ -186,6 +187,7 @@ def go_on(
             f"{run.path} was to begin from other weights than {parts.begun_from['run']} has now; train it anew with "
             "--overwrite"
         )
+    state = replace(state, fresh_precision=is_fresh(parts.begun_from))
     return Session(run, config, dataset, device, parts, state, progress, generator, team)
 
 

@@ -54,8 +54,12 @@ def parameter_groups(model: Parametrised, config: TrainingConfig) -> list[dict[s
     return groups
 
 
-def idle_settings(model: TrainableModel, config: TrainingConfig) -> dict[str, str]:
-    """The settings of precision and recency that were changed and have no effect, with the reason."""
+def idle_settings(model: TrainableModel, config: TrainingConfig, *, fresh_precision: bool = False) -> dict[str, str]:
+    """The settings of precision and recency that were changed and have no effect, with the reason.
+
+    Args:
+        fresh_precision: a warm start from a run without precision.
+    """
     usual = TrainingConfig()
     idle = {}
     learned = "precision" in model.optimiser_groups().values()
@@ -63,7 +67,7 @@ def idle_settings(model: TrainableModel, config: TrainingConfig) -> dict[str, st
         idle["precision_lr_multiplier"] = "this model has neither precision nor recency to learn"
     if not learned and model.core is None:  # precision of which nothing is learned is ramped in too
         idle["warmup_steps"] = idle["precision_lr_multiplier"]
-    elif config.warm_start is not None:
+    elif config.warm_start is not None and not fresh_precision:
         idle["warmup_steps"] = "precision and recency begin from what warm_start has learned"
     return {f"training.{key}": why for key, why in idle.items() if getattr(config, key) != getattr(usual, key)}
 
@@ -75,6 +79,11 @@ def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm
             nn.utils.clip_grad_norm_(group["params"], group["clip_norm"])
     if clip_norm is not None:
         nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+
+
+def ramp_steps(config: TrainingConfig, fresh_precision: bool) -> int:
+    """Steps over which precision and recency are ramped in: none where they begin from what was learned."""
+    return config.warmup_steps if config.warm_start is None or fresh_precision else 0
 
 
 def warmup_ramp(step: int, warmup_steps: int) -> float:

@@ -66,8 +66,10 @@ class TrainingConfig:
     optimizer: Literal["adam", "adamw"] = "adam"  # adamw: weight decay apart from the gradient
     precision_lr_multiplier: float = 100.0  # learning rate of the precision and recency parameters, relative
     warmup_steps: int = 50  # optimiser steps over which precision and recency are ramped in; 0 means at once
-    warm_start: str | None = None  # a run whose best weights this one begins from, ramped in already
-    warm_start_keep: float | None = None  # what share of them is kept, the rest being initial weights; None means 0.4
+    # a run whose best weights this one begins from, ramped in already; precision that it does not have is fresh
+    warm_start: str | None = None
+    # what share of them is kept, the rest being initial weights; None means 0.4, and 1 where precision is fresh
+    warm_start_keep: float | None = None
     clip_norm: float | None = None  # largest gradient norm; None leaves gradients alone
     patience: int = 20  # validations without improvement before training stops
     valid_metric: str = "ndcg@10"  # what chooses the epoch: hr@K, ndcg@K, mrr@K with K in evaluation.ks, or mrr
@@ -101,11 +103,6 @@ class TrainingConfig:
         check_range("warm_start_keep", self.warm_start_keep, above=0, at_most=1)
         if self.warm_start_keep is not None and self.warm_start is None:
             raise UserError("warm_start_keep has no effect without warm_start; leave it out, or name a run there")
-
-    @property
-    def ramp_steps(self) -> int:
-        """Steps over which precision and recency are ramped in: none where they begin from what was learned."""
-        return self.warmup_steps if self.warm_start is None else 0
 
 
 @dataclass(frozen=True, kw_only=True)

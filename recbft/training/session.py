@@ -18,6 +18,7 @@ from recbft.evaluation.evaluate import Evaluation, evaluate
 from recbft.evaluation.metrics import EvaluationConfig, begun_from
 from recbft.evaluation.new_item_bias import fit_new_item_bias
 from recbft.evaluation.probability import calibrations
+from recbft.evaluation.trace import saturated_layers
 from recbft.evaluation.views import Part
 from recbft.models.backbone import Backbone
 from recbft.models.contract import SequenceModel, TrainableModel
@@ -254,6 +255,18 @@ class Session:
         self.team.first_does(save)
         self.is_saved = True
 
+    def _tell_of_saturation(self) -> None:
+        """Warn where the precision channel has lost much of its say."""
+        if not (self.team.leads and isinstance(self.model, Backbone) and self.model.core is not None):
+            return
+        if layers := saturated_layers(self.model, self.dataset):
+            warnings.warn(
+                f"more than a fifth of the observation precisions of layer {' and '.join(map(str, layers))} stand at "
+                f"core.lam_max {self.model.core.lam_max:g}, with no gradient and no difference between tokens; "
+                "`recbft probe` gives the shares, and core.prior_variance and core.lam_max move them",
+                stacklevel=2,
+            )
+
     def report(self) -> None:
         """Evaluate the best weights on validation and test, and close the run."""
         self.background.wait()
@@ -261,6 +274,7 @@ class Session:
         self.model.load_state_dict(self.team.first_does(lambda: checkpoint.load_best(self.run.checkpoint)))
         if isinstance(self.model, TrainableModel):
             self.model.refresh()
+        self._tell_of_saturation()
         metrics, ranks = results(self.model, self.dataset, self.config.evaluation, self.team)  # type: ignore[arg-type]
         metrics |= {
             "best_epoch": self.state.best_epoch,

@@ -12,10 +12,11 @@ import pytest
 import torch
 import yaml
 
-from benchmarks.study import choose, corrupted, ledger, overview, planted, tables
+from benchmarks.study import choose, corrupted, ledger, overview, paper, planted, tables
 from recbft.datasets import SyntheticConfig, leave_one_out, synthetic_dataset
 from recbft.errors import UserError
 from recbft.evaluation.paired import compare_seeds
+from recbft.experiments.plan import parse_arms
 from recbft.models import MODELS
 from recbft.training.build import build_model
 
@@ -134,6 +135,21 @@ def ledger_of(train_arms, tmp_path, capsys):
         return tmp_path / "runs.csv"
 
     return add
+
+
+def test_the_paper_s_configuration_is_compared_for_each_backbone_in_all_arms(monkeypatch, tmp_path, capsys):
+    asked = []
+    monkeypatch.setattr(paper, "compare", lambda *given, **named: asked.append((given, named)) or "found")
+    assert paper.main(["--out", str(tmp_path), "--datasets", "a,b", "--seeds", "0-4", "--set", "epochs=1"]) == 0
+    assert [named["out"].name for _, named in asked] == [
+        f"{m}-{d}" for d in "ab" for m in ("sasrec", "bert4rec", "hstu")
+    ]
+    for (arms, _), named in asked:
+        configs = [arm.config(["epochs=1"], file=named["config"], model=named["model"]) for arm in parse_arms(arms)]
+        assert [config.backbone.recency_decay for config in configs] == [False, False, True, True]
+        assert {config.training.samples for config in configs} == {"prefixes"} and named["epochs"] == "1"
+        assert configs[-1].core.initial == "hybrid" and named["seeds"] == "0-4"
+    assert "hstu, b\n\nfound" in capsys.readouterr().out
 
 
 def test_a_choice_is_by_validation_alone(trained, capsys):

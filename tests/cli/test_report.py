@@ -63,6 +63,11 @@ def test_without_matplotlib_tables_and_page_are_still_made(capsys, folder, tmp_p
         (["stratify", "no-folder"], "there is no folder no-folder"),
         (["stratify", "{folder}", "--by", ","], "--by is empty"),
         (["stratify", "{folder}", "--setting", "both"], "invalid value for '--setting'"),
+        (["stratify", "{folder}", "--edges", "2,x"], "--edges is '2,x'; give rising training counts"),
+        (
+            ["stratify", "{folder}", "--by", "recency", "--edges", "2"],
+            "have no effect without strata by item-frequency",
+        ),
         (["stratify", "{folder}", "--baseline", "{folder}"], "--baseline has no effect on a comparison"),
     ],
 )
@@ -86,6 +91,13 @@ def test_stratify_prints_each_partition_of_a_comparison(capsys, folder, tmp_path
     assert plain(out).count("Confound check, whether") == 3 and "Holm over the" in plain(out)
     names = {path.name for path in (tmp_path / "strata").iterdir()}
     assert {"tables.md", "tables.tex", "strata-grid-hr-10.csv"} <= names
+
+
+def test_strata_of_item_frequency_have_the_edges_that_are_given(capsys, folder):
+    asked = ("stratify", folder, "--by", "item-frequency", "--metric", "hr@10")
+    code, out, _ = run(capsys, *asked, "--edges", "2, 5")
+    assert code == 0 and "3-5" in out
+    assert run(capsys, *asked, "--equal", "counts")[1] != run(capsys, *asked)[1]
 
 
 def test_files_of_an_earlier_call_are_named_and_kept(capsys, folder, tmp_path):

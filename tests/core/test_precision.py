@@ -13,6 +13,7 @@ from recbft.core import (
     Belief,
     count_quantiles,
     ffn_jacobian,
+    gain_update,
     gelu_slope,
     initial_scale,
     jacobian_factors,
@@ -29,6 +30,27 @@ positive = st.floats(1e-3, 1e3)
 
 def tensor(*values):
     return torch.tensor(values, dtype=torch.float64)
+
+
+# Lemma 1 ------------------------------------------------------------------------------------------
+
+
+@given(seed=st.integers(0, 2**32 - 1), T=st.integers(2, 12), sharp=st.floats(0.1, 30), small=st.floats(0, 2))
+def test_with_gain_one_a_state_is_kept_by_attention_to_a_value_that_is_next_to_nothing(seed, T, sharp, small):
+    # Precision Tracked Transformer (arXiv 2605.18832), appendix H: a_1 >= 1 - (|h' - h| + eps) / (mu c)
+    generator = torch.Generator().manual_seed(seed)
+    h, v = (torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in (1, T))
+    v[0] *= small / v[0].norm()
+    a = (sharp * torch.randn(T, generator=generator, dtype=torch.float64)).softmax(0)
+    e = a @ v
+    moved = gain_update(Belief(h, torch.ones_like(h)), e[None], 1.0)[0].mean - h
+    mu, others = v[1:].norm(dim=1).min(), a[1:] @ v[1:] / a[1:].sum()
+    c = min(1.0, (others.norm() / mu).item())
+    assert a[0] >= 1 - (moved.norm() + small) / (mu * c) - 1e-9
+    # with a gain below 1 the same state is kept whatever is attended to
+    precise = Belief(h, torch.full_like(h, 1e9))
+    kept, gain = kalman_update_ref(precise, e[None], torch.ones_like(h))
+    assert gain.max() < 1e-8 and (kept.mean - h).norm() < 1e-6
 
 
 # Observation ------------------------------------------------------------------------------------

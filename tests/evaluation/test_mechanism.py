@@ -17,7 +17,7 @@ from recbft.evaluation import mechanism as looking
 from recbft.evaluation.evaluate import evaluate
 from recbft.evaluation.mechanism import mechanism
 from recbft.evaluation.strata import item_frequency
-from recbft.evaluation.trace import trace
+from recbft.evaluation.trace import saturated_layers, trace
 from recbft.evaluation.views import batches_of_view
 from recbft.mixers import Mixer
 from recbft.models import MODELS, Popularity
@@ -111,6 +111,38 @@ def test_every_mean_equals_the_equations_written_out(lab, worked):
                 expected = stats.spearmanr(counts[seen], [values[items == item].mean() for item in seen])
                 assert (row["rho"], row["p"]) == (pytest.approx(expected.statistic), pytest.approx(expected.pvalue))
                 assert row["num_items"] == len(seen) and row["rho_reliability"] is None
+
+
+def test_means_by_how_many_tokens_are_read_equal_the_equations_written_out(worked):
+    _, report, users = worked
+    keys = np.concatenate([np.arange(1, len(items) + 1) for items, _ in users])
+    names = {1: "1", 2: "2-3", 4: "4-7", 8: "8-15"}
+    for number, layer in enumerate(report["layers"]):
+        own = {name: np.concatenate([user[number][0][name].mean(-1).numpy() for _, user in users])
+               for name in ("gain", "observation_precision", "effective_sample_size")}  # fmt: skip
+        found = {row["keys"]: row for row in layer["by_length"]}
+        assert list(found) == [name for low, name in names.items() if low <= keys.max()]
+        for low, row in zip(names, found.values(), strict=False):
+            inside = (keys >= low) & (keys < 2 * low)
+            assert row["num_tokens"] == inside.sum()
+            for name, values in own.items():
+                assert row[name] == pytest.approx(values[inside].mean(), rel=1e-8), name
+
+
+def test_the_optimal_gain_is_kalman_s_whatever_gain_is_used(lab):
+    for settings, agree in (({}, True), ({"update": "fixed", "fixed_gain": 0.3}, False)):
+        model = lab.make_model(lab.dataset, core=settings)
+        model.set_ramp(1.0)
+        row = mechanism(model, lab.dataset)["layers"][0]["by_length"][1]
+        assert (row["gain"] == pytest.approx(row["optimal_gain"])) == agree
+
+
+def test_layers_whose_observations_stand_at_the_cap_are_named(lab):
+    named = {lam_max: saturated_layers(lab.make_model(lab.dataset, core={"lam_max": lam_max}), lab.dataset)
+             for lam_max in (0.5, 1e5)}  # fmt: skip
+    assert named == {0.5: [1, 2], 1e5: []}
+    other = lab.make_model(lab.dataset, core={"lam_max": 0.5, "update": "fixed"})
+    assert saturated_layers(other, lab.dataset) == [], "no gain comes of them"
 
 
 def test_attention_on_the_first_token_equals_the_equations_written_out(worked):

@@ -21,6 +21,24 @@ def test_item_strata_take_their_edges_from_items_not_from_users():
     assert found.member.tolist() == [1, 1, 1, 0]
 
 
+def test_item_strata_can_hold_equal_numbers_of_targets_or_of_their_counts_or_have_given_edges():
+    counts, items = [1, 1, 1, 2, 2, 3, 4, 9], np.arange(1, 11)
+    assert item_frequency(counts, items, quantiles=2, equal="targets").bounds == ("1-2", "3-9")
+    # the counts that occur are 1, 2, 3, 4 and 9, and the least three of them are half of them or more
+    assert item_frequency(counts, items, quantiles=2, equal="counts").bounds == ("1-3", "4-9")
+    found = item_frequency([0, *counts], items, edges=[1, 3])
+    assert found.names == ("new", "Q0", "Q1", "Q2") and found.bounds == ("0", "1", "2-3", "4-10")
+    assert found.member.tolist() == [0, 1, 1, 1, 2, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("edges", [[], [3, 1], [2, 2], [-1, 4]])
+def test_edges_that_do_not_rise_are_refused(edges):
+    with pytest.raises(UserError, match="give rising training counts"):
+        item_frequency([1, 2], [1, 2], edges=edges)
+    with pytest.raises(UserError, match="equal targets has no effect with edges"):
+        item_frequency([1, 2], [1, 2], edges=[1], equal="targets")
+
+
 def test_bounds_reach_to_the_ends_of_items_and_users_alike():
     assert item_frequency([2, 9], np.arange(1, 11)).bounds == ("1-2", "9-10")
     assert item_frequency([1, 20], np.arange(2, 11)).bounds == ("1-3", "10-20")

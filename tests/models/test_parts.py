@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -146,6 +147,24 @@ def test_weights_start_normal_with_the_deviation_asked_for_and_biases_at_zero(la
             assert abs(parameter.mean().item()) < 0.005, name
         elif name.endswith("bias"):
             assert not parameter.any(), name
+
+
+@pytest.mark.parametrize(("model", "arm"), [("sasrec", "bft"), ("hstu", "matched")])
+def test_linear_maps_can_start_with_the_variance_of_xavier_from_the_same_draws(lab, model, arm):
+    usual, wide = (lab.build(arm, model, hidden_size=64, linear_init=init, seed=3) for init in (None, "xavier"))
+    scaled = {"value.weight": 1 / 8, "inner.weight": math.sqrt(2 / (5 * 64)), "outer.weight": math.sqrt(2 / (5 * 64))}
+    for (name, one), other in zip(usual.named_parameters(), wide.parameters(), strict=True):
+        std = next((s for end, s in scaled.items() if name.endswith(end)), None)
+        if std is not None:
+            torch.testing.assert_close(other, one * (std / 0.02), rtol=1e-5, atol=1e-7, msg=name)
+        elif not (name.endswith("weight") and ".mixer." in name) or "norm" in name:
+            assert torch.equal(one, other), name
+
+
+def test_process_noise_and_recency_decay_start_where_they_are_told_to(lab):
+    model = lab.build("bft", core={"process_noise_start": -4.0}, recency_start=0.7)
+    assert (model.blocks[0].precision.noise_logits == -4).all()
+    assert model.blocks[1].mixer.recency_decay.item() == pytest.approx(0.7)
 
 
 def test_a_seed_draws_the_same_weights_in_every_version(lab):

@@ -104,6 +104,7 @@ CORES = [
     {"initial": "credibility", "prior_scale": "per_layer"},
     {"initial": "uniform", "propagation": "decay"},
     {"estimator": "delta", "jacobian": "off", "jacobian_in_evaluation": "off", "lam_max": 10.0},
+    {"prior_variance": "running"},
 ]
 
 
@@ -119,6 +120,7 @@ def test_running_means_are_updated_in_training_and_in_training_alone(lab, core):
     expected = {"updates"}
     with_jacobian = model.core.propagation == "jacobian" and model.core.jacobian != "off"
     expected |= {"mean_jacobian"} if with_jacobian else set()
+    expected |= {"variance"} if model.core.prior_variance == "running" else set()
     expected |= {"mean_precision"} if model.core.prior_scale == "per_layer" else set()
     assert changed == expected
 

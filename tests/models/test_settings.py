@@ -18,7 +18,7 @@ SHARED = {
     "output_projection": False,
     "loss": "ce", "num_negatives": None, "negatives": None, "gbce_t": None,
     "item_vector": None, "content_events": 5, "content_neighbours": 50, "content_width": 256, "content_mean": True,
-    "thinned_items": 0.12,
+    "thinned_items": 0.12, "linear_init": None, "recency_start": None,
 }  # fmt: skip
 OWN = {
     "sasrec": {"attention_dropout": None, "activation": "gelu", "layer": "pre_norm", "dropout": 0.5, "norm_eps": 1e-8},
@@ -71,6 +71,17 @@ def test_the_least_and_the_largest_values_that_can_be_are_taken(model, settings)
             {"initial": "uniform", "estimator": "delta", "prior_dof": 2.0},
             "core.prior_dof has no effect with initial 'uniform' and prior_scale 'off' and estimator 'delta'",
         ),
+        (
+            "sasrec",
+            {"process_noise": False, "process_noise_start": -5.0},
+            "core.process_noise_start has no effect with",
+        ),
+        (
+            "sasrec",
+            {"estimator": "delta", "prior_variance": "running"},
+            "prior_variance running has no effect with est",
+        ),
+        ("sasrec", {"prior_variance": "runing"}, "core.prior_variance is 'runing'; give a number or one of running"),
         ("sasrec", {"process_noise": False, "q_max": 7.0}, "core.q_max has no effect with process_noise False"),
         ("sasrec", {"jacobian": "exact", "jacobian_rank": 3}, "core.jacobian_rank has no effect with jacobian 'exact'"),
         ("sasrec", {"jacobian": "running_mean", "jacobian_detach": True}, "core.jacobian_detach has no effect with"),
@@ -100,6 +111,7 @@ def test_a_setting_that_cannot_be_is_named_with_what_to_give(model, settings, me
         ("sasrec", "attention_dropout", (-0.1, 1.0), {}),
         ("sasrec", "initial_gain", (0.0, 1.0), {}),
         ("sasrec", "fixed_gain", (0.0, 1.5), {"update": "fixed"}),
+        ("sasrec", "recency_start", (0.0, 1.0), {}),
         ("sasrec", "num_negatives", (0,), {"loss": "bce"}),
         ("sasrec", "gbce_t", (-0.1, 1.25), {"loss": "gbce"}),
         ("bert4rec", "mask_probability", (0.0, 1.0), {}),
@@ -134,6 +146,7 @@ def test_a_value_out_of_range_is_named_with_what_to_give(model, name, values, mo
             {"kriging": "per_dimension"},
             "max_length is at most 64, got 65; lower it or take kriging scalar",
         ),
+        ("sasrec", {"recency_decay": False, "recency_start": 0.9}, {}, "recency_start has no effect without a recency"),
         ("sasrec", {"loss": "bce"}, {}, "loss 'bce' needs items to draw from, but there is only one"),
     ],
 )

@@ -13,7 +13,7 @@ from scipy import stats
 from recbft.comparing.comparison import comparison_of
 from recbft.reporting import plots
 from recbft.reporting.probe_sections import load_probes, mechanism_section, uncertainty_section
-from recbft.reporting.probe_tables import mechanism_tables, uncertainty_tables
+from recbft.reporting.probe_tables import BY_LENGTH, mechanism_tables, uncertainty_tables
 from tests.reporting.conftest import section_of
 
 
@@ -84,7 +84,7 @@ def test_what_precision_does_inside_is_shown_as_means_over_the_probed_seeds(copi
     assert rows["layer 1", "gain"][6] == "1 of 2" and rows["layer 2", "gain"][6] == "1 of 1"
     assert rows["layer 1", "jacobian used"][5:] == [None, None], "what does not vary has no correlation"
     assert section.words[1] == "bft: 37.5 % of the precision at users' last tokens lies at its cap of 100."
-    layers, sinks = section.folded
+    layers, _, sinks = section.folded
     assert [row[:2] for row in layers.rows] == [["bft", "layer 1"], ["bft", "layer 2"]]
     assert layers.rows[1][5] == pytest.approx(0.375)
     for number, head in np.ndindex(2, 2):
@@ -96,7 +96,7 @@ def test_what_precision_does_inside_is_shown_as_means_over_the_probed_seeds(copi
 
 def test_one_probe_is_shown_with_its_own_p_and_without_a_column_of_arms(trained):
     (probe,) = probes_in(trained, "bft-seed0")
-    quantities, layers, sinks = mechanism_tables({"": {0: probe["mechanism"]}})
+    quantities, layers, lengths, sinks = mechanism_tables({"": {0: probe["mechanism"]}})
     first = probe["mechanism"]["layers"][0]
     assert [column.heading for column in quantities.columns][:2] == ["layer", "quantity"]
     gain = next(row for row in quantities.rows if row[:2] == ["layer 1", "gain"])
@@ -105,6 +105,8 @@ def test_one_probe_is_shown_with_its_own_p_and_without_a_column_of_arms(trained)
         *(first["quantities"]["gain"][key] for key in ("rho", "p")),
     ]
     assert layers.rows[0][5:7] == [first["process_noise"]["mean"], first["process_noise"]["max"]]
+    alone = first["by_length"][0]
+    assert lengths.rows[0] == ["1", "1", alone["num_tokens"], *(alone[name] for name in BY_LENGTH)]
     keys = ("share", "uniform", "gain", "rho", "p", "rho_given_keys", "p_given_keys")
     assert sinks.rows[0] == ["1", "1", *(first["first_position"][0][key] for key in keys)]
     confidences, probabilities = uncertainty_tables({"": {0: probe["uncertainty"]}})

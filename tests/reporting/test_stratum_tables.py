@@ -16,6 +16,7 @@ from recbft.errors import UserError
 from recbft.evaluation.metrics import one_from_ranks
 from recbft.reporting.stratum_tables import (
     STRATA,
+    Cut,
     Items,
     Subject,
     available,
@@ -133,7 +134,7 @@ def test_every_partition_of_real_runs_holds_every_user_once(subject, comparison)
 
 
 def test_the_grid_is_both_axes_at_once(subject):
-    one, other, both = (STRATA[name](subject, 3) for name in ("item-frequency", "user-activity", "grid"))
+    one, other, both = (STRATA[name](subject, Cut(3)) for name in ("item-frequency", "user-activity", "grid"))
     for name, users in ((name, both.users(n)) for n, name in enumerate(both.names)):
         a, b = name.split(" x ")
         assert {one.names[m] for m in one.member[users]} == {a}

@@ -121,6 +121,7 @@ def assert_close_runs(found, expected):
         {"estimator": "delta", "propagation": "discount", "initial": "uniform", "lam_max": 2.0},
         {"estimator": "design_effect", "propagation": "decay", "initial": "empirical_bayes"},
         {"prior_scale": "per_layer", "update": "residual", "jacobian": "off", "dropout": 0.0},
+        {"prior_variance": "running", "linear_init": "xavier"},
         {"kriging": "per_dimension", "update": "fixed", "samples": "prefixes", "batch_size": 60},
     ],
     ids=lambda settings: "-".join(str(value) for value in settings.values()),

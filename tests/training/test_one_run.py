@@ -272,6 +272,16 @@ def test_a_run_that_goes_on_with_what_rounds_otherwise_says_and_records_it(stopp
     assert said.startswith(key) and was == before[key] and after != was
 
 
+@pytest.mark.parametrize(("lam_max", "layers"), [(0.5, "1 and 2"), (100.0, None)])
+def test_a_run_whose_observation_precisions_stand_at_the_cap_says_so_once(dataset, tmp_path, lam_max, layers):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        one_run.train(config(lam_max=lam_max, epochs=1), tmp_path / "run", dataset=dataset)
+    said = [str(one.message) for one in told if "observation precisions" in str(one.message)]
+    assert len(said) == (layers is not None)
+    assert all(f"of layer {layers} stand at core.lam_max {lam_max:g}" in line for line in said)
+
+
 def test_an_interrupt_within_the_first_epoch_leaves_a_run_that_goes_on(dataset, tmp_path):
     with pytest.raises(RunError, match="the state after epoch 0 is saved"):
         one_run.train(config(), tmp_path / "cut", dataset=dataset, progress=StopAt(0, 1, KeyboardInterrupt))

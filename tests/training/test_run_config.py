@@ -252,6 +252,11 @@ def test_how_recbole_would_train_a_model_that_is_not_trained_is_ignored_aloud(wr
         (["arm=bft", "n_layers=1", "core.jacobian_detach=true"], "jacobian_detach has no effect with n_layers 1"),
         (["mixer=bayesian", "attention_dropout=0.1"], "attention_dropout has no effect with mixer 'bayesian'"),
         (
+            ["arm=bft", "mixer=rfa", "core.prior_variance=running"],
+            "running is for mixers with attention weights; give a",
+        ),
+        (["arm=matched", "mixer=rope", "recency_start=0.9"], "recency_start has no effect without a recency decay"),
+        (
             ["arm=bft", "mixer=rfa", "core.initial=uniform", "core.prior_variance=0.1"],
             "prior_variance has no effect with a mixer that has no attention weights",
         ),

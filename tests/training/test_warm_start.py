@@ -125,6 +125,61 @@ def test_what_is_not_kept_of_the_older_weights_is_initial_weights(older, grown):
         assert torch.equal(usual[name], whole[name]) and usual[name].any(), name
 
 
+PLAIN = [
+    ("sasrec", "matched", {}),
+    ("sasrec", "matched", {"recency_decay": True}),
+    ("sasrec", "matched", {"mixer": "rfa"}),
+    ("bert4rec", "matched", {"recency_decay": True}),
+    ("hstu", "matched", {"recency_decay": True}),
+]
+
+
+@pytest.mark.parametrize(("model", "arm", "settings"), PLAIN, ids=str)
+def test_precision_is_added_to_a_plain_run_whose_scores_it_has_before_the_first_step(
+    model, arm, settings, older, older_data
+):
+    path = older(model, arm, **settings)
+    added = {**settings, "recency_decay": True} if "mixer" not in settings else settings
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = begun(config(model, "bft", warm_start=path, **added), older_data)
+    assert made.begun_from["fresh_precision"] and made.begun_from["kept"] == 1
+    trained, net = load_trained(path).model.double().eval(), made.model.double().eval()
+    batch = next(iter(build.training_batches(config(model, arm, **settings), older_data).epoch(0)))
+    net.refresh()
+    with torch.no_grad():
+        assert torch.equal(net.encode(batch).mean, trained.encode(batch).mean)
+        net.set_ramp(1.0)
+        assert not torch.equal(net.encode(batch).mean, trained.encode(batch).mean)
+
+
+def test_fresh_precision_is_ramped_in_and_a_learned_recency_decay_is_not(older, grown, tmp_path, monkeypatch):
+    seen, set_ramp = [], Backbone.set_ramp
+    monkeypatch.setattr(Backbone, "set_ramp", lambda model, ramp: (seen.append(ramp), set_ramp(model, ramp)))
+    for recency in (False, True):
+        path = older(arm="matched", recency_decay=recency)
+        seen.clear()
+        asked = config(warm_start=path, warmup_steps=40)
+        whole = one_run.train(asked, tmp_path / f"whole-{recency}", dataset=grown)
+        assert seen[:3] == [0, 1 / 40, 2 / 40]
+        with pytest.raises(Stopped):
+            one_run.train(asked, tmp_path / f"part-{recency}", dataset=grown, progress=StopAt(1, steps=1))
+        assert_equal_runs(whole, one_run.resume(tmp_path / f"part-{recency}", dataset=grown))
+        mixer = load_trained(whole.path).model.blocks[0].mixer
+        assert (mixer.decay_kept is not None) == recency
+        decay = mixer._log_decay(0.25)
+        torch.testing.assert_close(decay, (1 if recency else 0.25) * mixer.recency_decay.log())
+        assert "tracked no precision" in protocol_lines(whole.protocol)[-1]
+        # precision that is there already is taken over, and whole
+        again = begun(config(warm_start=str(whole.path)), grown)
+        assert "fresh_precision" not in again.begun_from and again.model.blocks[0].mixer.decay_kept is None
+
+
+def test_precision_is_not_added_to_another_layer(older, grown):
+    with pytest.raises(UserError, match="do not fit this model"):
+        begun(config(warm_start=older(arm="published")), grown)
+
+
 def test_a_share_to_keep_belongs_to_a_warm_start():
     with pytest.raises(UserError, match="warm_start_keep has no effect without warm_start"):
         config(warm_start_keep=0.5)
