@@ -56,9 +56,7 @@ class TrainingConfig:
     """Adam on the loss of the backbone, stopped early when a validation metric no longer improves."""
 
     epochs: int = 200  # at most; 0 evaluates the weights that training would begin with
-    samples: SampleKind = (
-        "windows"  # an epoch reads windows of all events, the last max_length, or each prefix
-    )
+    samples: SampleKind = "windows"  # an epoch reads windows of all events, the last max_length, or each prefix
     batch_size: int = 256  # samples per step: histories, windows or prefixes
     batch_targets: int | None = None  # in place of batch_size: as many samples as hold about so many targets
     learning_rate: float = 1e-3
