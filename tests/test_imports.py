@@ -48,6 +48,8 @@ OTHERS = {
     "rich": "cli",
     "matplotlib": "reporting",
     "optuna": "experiments",
+    "mlflow": "training",
+    "wandb": "training",
     "recbole": "recbole",
     "triton": "kernels",
     "starlette": "api",
