@@ -297,7 +297,7 @@ def test_a_data_path_is_kept_as_written_and_ml_100k_is_the_bundled_one(read, tmp
         ("hidden_dropout_prob: 1.5", "run.yaml: hidden_dropout_prob is 1.5; give a number >= 0 and < 1"),
         ("user_inter_num_interval: '[1e30,inf)'", "run.yaml: user_inter_num_interval is about 2^99; give a whole"),
         ("topk: [5]\nvalid_metric: MRR@7", "run.yaml: valid_metric is 'mrr@7', but topk is [5]; add 7 to topk"),
-        ("log_wandb: True\ntrackers: [mlflow]", "log_wandb is True and trackers is ['mlflow']; name wandb in trackers alone"),
+        ("log_wandb: True\ntrackers: [mlflow]", "log_wandb is True and trackers is ['mlflow']; name wandb in"),
     ],
 )  # fmt: skip
 def test_what_recbft_does_not_do_is_refused_in_one_line_with_the_file(read, text, message):
