@@ -26,6 +26,7 @@ from recbft.config.fields import by_setting, to_dict
 from recbft.errors import UserError
 from recbft.evaluation.metrics import headline_setting
 from recbft.runs.folder import RunFolder
+from recbft.system.files import hold
 from recbft.system.torchrun import this_process
 from recbft.training.card import CARD_FILE
 from recbft.training.run_config import RunConfig, TrainingConfig
@@ -178,10 +179,9 @@ class MLflow:
     """A run of MLflow, in the store that MLflow is set to (``MLFLOW_TRACKING_URI``); its names have _at_ for @."""
 
     def open(self, run: RunFolder, config: RunConfig, known: str | None, epochs: int) -> tuple[str, int]:
-        from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        self._client: Any = MlflowClient()
+        self._client: Any = _mlflow_client()
         if known is not None and self._has(known):
             self._id = known
             self._client.update_run(known, status="RUNNING")
@@ -235,6 +235,25 @@ class MLflow:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
             return str(self._client.get_experiment_by_name(name).experiment_id)
+
+
+def _mlflow_client() -> Any:
+    """A client whose store is there; processes and threads take turns, since a database that several make is spoilt."""
+    import mlflow
+
+    kind, _, path = mlflow.get_tracking_uri().partition(":///")
+    if not kind.startswith("sqlite"):
+        return mlflow.MlflowClient()
+    folder = os.open(Path(path).parent, os.O_RDONLY)
+    try:
+        deadline = time.monotonic() + LONGEST_WAIT
+        while not hold(folder) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        client = mlflow.MlflowClient()
+        client.search_experiments(max_results=1)
+        return client
+    finally:
+        os.close(folder)
 
 
 class WandB:

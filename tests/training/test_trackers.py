@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -198,6 +201,23 @@ def test_mlflow_goes_on_with_its_run_and_has_the_card(dataset, tmp_path, monkeyp
     client.delete_run(kept.info.run_id)  # by hand: what is gone is begun anew
     again = trackers.MLflow()
     assert again.open(run, tracked(), kept.info.run_id, 2)[1] == 0
+
+
+def test_a_database_of_mlflow_s_is_made_by_one_at_a_time(tmp_path, monkeypatch):
+    there, most = [], []
+
+    class Client:
+        def search_experiments(self, max_results):
+            there.append(1)
+            most.append(len(there))
+            time.sleep(0.02)
+            there.pop()
+
+    made = SimpleNamespace(get_tracking_uri=lambda: f"sqlite:///{tmp_path}/mlflow.db", MlflowClient=Client)
+    monkeypatch.setitem(sys.modules, "mlflow", made)
+    with ThreadPoolExecutor(3) as pool:
+        assert all(isinstance(client, Client) for client in pool.map(lambda _: trackers._mlflow_client(), range(3)))
+    assert most == [1, 1, 1]
 
 
 def test_wandb_keeps_a_run_without_key_and_server(dataset, tmp_path, monkeypatch):
