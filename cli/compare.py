@@ -108,7 +108,7 @@ def compare(
 
     from recbft.api.train_and_compare import plan_comparison, train_and_compare
     from recbft.experiments.missing_runs import usual_workers
-    from recbft_cli.progress import view_for
+    from recbft.reporting.progress import view_for
 
     def configure(arm: ArmSpec, seed: int, *, model: str | None) -> RunConfig:
         return arm.config(settings or (), file=config, seed=seed, model=model, dataset=dataset, data_root=data_root)

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from recbft.reporting.progress import listener
 from recbft_cli.options import DataRoot
-from recbft_cli.progress import progress_for
 from recbft_cli.train import check_name, print_results
 
 EXAMPLES = """Example:
@@ -54,7 +54,7 @@ def join(
 
     place = Path("runs") if out is None else out
     path = place / (name or usual_name(first, second, by.value))
-    progress = progress_for("", quiet=quiet)
+    progress = listener(not quiet, "")
     run = join(
         first, second, path, by=by.value, dataset=dataset, data_root=data_root, progress=progress, overwrite=overwrite
     )

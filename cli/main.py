@@ -19,11 +19,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from recbft.errors import OneProcessError, RunError, UserError, permission_denied, shortened
+from recbft.errors import OneProcessError, RunError, UserError, permission_denied, shortened, visible
 from recbft.system.memory import keep_freed_memory
 from recbft.system.torchrun import this_process
 from recbft_cli import compare, data, evaluate, join, probe, recommend, report, serve, sweep, train, tune
-from recbft_cli.terminal import visible
 
 _ORDER = "train join evaluate recommend serve compare report stratify probe sweep tune data models"
 

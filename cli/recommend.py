@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import typer
 
 from recbft.errors import UserError
+from recbft.reporting.progress import SILENCE
 from recbft_cli.evaluate import say_unfinished
 from recbft_cli.options import Columns, Item, Run, Separator, Session, Time, User, from_shell
-from recbft_cli.progress import SILENCE
 from recbft_cli.terminal import say
 
 if TYPE_CHECKING:

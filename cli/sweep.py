@@ -57,9 +57,9 @@ def sweep(
     from recbft.experiments.missing_runs import prepare, usual_workers
     from recbft.experiments.sweep import plan_sweep, sweep_results
     from recbft.reporting.comparison_tables import sweep_document
+    from recbft.reporting.progress import view_for
     from recbft.system.files import write_atomic, write_json
     from recbft.training.run_config import load_run_config
-    from recbft_cli.progress import view_for
 
     wanted = parse_seeds(seeds)
     if len(wanted) < 2:

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import typer
 
-
-def visible(text: str) -> str:
-    """A text whose signs for a terminal, as the data of somebody else may hold, are spelt out; lines stay lines.
-
-    >>> visible("\\x1b[31mred")
-    '\\\\x1b[31mred'
-    """
-    return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)
+from recbft.errors import visible
 
 
 def say(text: object = "", *, err: bool = False, nl: bool = True) -> None:

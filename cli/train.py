@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from recbft.errors import UserError
+from recbft.reporting.progress import listener
 from recbft.system.torchrun import this_process
 from recbft_cli.options import (
     Columns,
@@ -28,7 +29,6 @@ from recbft_cli.options import (
     from_shell,
     refuse_given,
 )
-from recbft_cli.progress import progress_for
 from recbft_cli.terminal import say
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def _train(config: RunConfig, out: Path, name: str | None, overwrite: bool, quie
         for remark in remarks(dataset):
             say(remark, err=True)
     path = out / (name or run_name(config, dataset.name))
-    progress = progress_for(config.training.valid_metric, quiet=quiet, opening=f"training into {path}")
+    progress = listener(not quiet, config.training.valid_metric, opening=f"training into {path}")
     return train(config, path, dataset=dataset, progress=progress, overwrite=overwrite)
 
 
@@ -191,7 +191,7 @@ def _resume(path: Path, dataset: str | None, data_root: str | None, quiet: bool)
     from recbft.training.one_run import resume
 
     metric = own_config(RunFolder.open(path)).training.valid_metric
-    return resume(path, data_root=data_root, dataset=dataset, progress=progress_for(metric, quiet=quiet))
+    return resume(path, data_root=data_root, dataset=dataset, progress=listener(not quiet, metric))
 
 
 def print_results(run: RunFolder) -> None:

@@ -54,9 +54,9 @@ def tune(
     from recbft.experiments.missing_runs import usual_workers
     from recbft.experiments.search_space import parse_space
     from recbft.experiments.tuning import load_optuna, search
+    from recbft.reporting.progress import view_for
     from recbft.system.files import write_json
     from recbft.training.run_config import load_run_config
-    from recbft_cli.progress import view_for
 
     load_optuna()
     named: dict[str, Any] = {"model": model, "dataset": dataset, "data_root": data_root}

@@ -19,6 +19,15 @@ def shortened(message: str) -> str:
     return f"{message[: LONGEST // 2]} [...] {message[-LONGEST // 4 :]}" if len(message) > LONGEST else message
 
 
+def visible(text: str) -> str:
+    """A text whose signs for a terminal, as the data of somebody else may hold, are spelt out; lines stay lines.
+
+    >>> visible("\\x1b[31mred")
+    '\\\\x1b[31mred'
+    """
+    return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)
+
+
 class UserError(ValueError):
     """Wrong usage or wrong data; the message says what to change."""
 

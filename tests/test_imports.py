@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "serving": "errors system config datasets models evaluation",
     "experiments": "errors system config datasets mixers models evaluation runs training",
     "comparing": "errors system config datasets evaluation runs training experiments",
-    "reporting": "errors system config datasets evaluation training experiments comparing",
+    "reporting": "errors system config datasets evaluation runs training experiments comparing",
     "recbole": "errors config datasets models evaluation runs training",
     "pretrained": "errors autograd config core kernels mixers models",
     "api": "errors system config kernels datasets evaluation runs training serving experiments comparing reporting",
@@ -46,9 +46,11 @@ MAY_IMPORT = {
 # Packages of others that a plain `import recbft` must not need, and the rooms whose files may import them.
 OTHERS = {
     "typer": "cli",
-    "rich": "cli",
+    "rich": "reporting",
     "matplotlib": "reporting",
     "optuna": "experiments",
+    "mlflow": "training",
+    "wandb": "training",
     "recbole": "recbole",
     "transformers": "pretrained",
     "triton": "kernels",

@@ -20,7 +20,6 @@ import numpy as np
 import pandas as pd
 
 from recbft.api.own_run import TrainedRun, fitted_folder, free_folder, python_errors
-from recbft.api.progress import listener
 from recbft.config.fields import is_whole
 from recbft.datasets import Dataset
 from recbft.datasets.config import DataConfig
@@ -33,6 +32,7 @@ from recbft.evaluation.probability import Calibration
 from recbft.evaluation.uncertainty import uncertainty
 from recbft.evaluation.views import view_of
 from recbft.kernels import c_library
+from recbft.reporting.progress import listener
 from recbft.runs.folder import RunFolder
 from recbft.serving.explanations import explanation_table
 from recbft.serving.filters import Choice
@@ -120,7 +120,7 @@ class Recommender:
 
         Args:
             out: the run's folder; a temporary one, gone with this object, unless given.
-            progress: True or False for a line that says how it goes, which terminals and notebooks have unless it is
+            progress: True or False for being told on stderr how it goes, as terminals and notebooks are unless it is
                 given; or an object that is told, as ``recbft.training.progress.Progress``.
             warm_start: begin from the weights of the run that this recommender holds, of which
                 ``training.warm_start_keep`` says how much is kept; without it one that holds a run trains from scratch.
@@ -188,7 +188,7 @@ class Recommender:
         dataset: Dataset | None = None,
         out: str | Path | None = None,
         data_root: str | Path | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
     ) -> Recommender:
         """The recommender whose scores are those of two others, weighed by how often an item occurs in training.
 
@@ -208,8 +208,8 @@ class Recommender:
         paths = [each._own_run().path if isinstance(each, Recommender) else each for each in (first, second)]
         with fitted_folder(out) as place:
             path = free_folder(place.path, dataset)
-            how: dict[str, Any] = {"by": by, "dataset": dataset, "data_root": data_root, "progress": progress}
-            run = join_runs(paths[0], paths[1], path, **how)
+            how: dict[str, Any] = {"by": by, "dataset": dataset, "data_root": data_root}
+            run = join_runs(paths[0], paths[1], path, progress=listener(progress, ""), **how)
             made = cls.load(run.path, data_root=data_root)
             place.go_with(made.run)
         return made

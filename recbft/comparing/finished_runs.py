@@ -29,7 +29,10 @@ from recbft.runs.folder import RunFolder
 from recbft.training.run_config import load_run_config
 
 # Decided by the machine a run was made on, not by the arm.
-OF_MACHINE = ("training.threads", "training.device", "training.tensorboard", "evaluation.memory_mb")
+OF_MACHINE = (
+    "training.threads", "training.device", "training.tensorboard", "training.trackers", "training.project",
+    "evaluation.memory_mb",
+)  # fmt: skip
 # What must be equal for numbers to be comparable.
 _SAME = (
     "content_hash", "target_hash", "users", "items", "split", "part", "ranking", "ties", "filter_seen", "recbft_version"

@@ -69,6 +69,7 @@ TRANSLATED = {
     "user_inter_num_interval": "min_user_events",
     "item_inter_num_interval": "min_item_events",
     "val_interval": "where",
+    "wandb_project": "project",  # where log_wandb is true
 }
 OUR_NAMES = {**RENAMED, **TRANSLATED}
 # With those that a config gives no value, or one of another kind: what RecBole calls our keys.
@@ -97,7 +98,7 @@ OTHER_WORDS = {
 CPU = ("", "-1")  # as gpu_id
 # RecBole reads YAML 1.1, in which these words are true and false; read_yaml takes them for text.
 WORDS = {"yes": True, "on": True, "no": False, "off": False}
-SWITCHES = ("use_gpu", "repeatable")
+SWITCHES = ("use_gpu", "repeatable", "log_wandb")
 # Of what has no meaning, that which recbft does anyway; else it is False.
 AS_HERE = {"shuffle": True, "transform": "mask_itemseq", "hidden_act": "gelu"}
 LAYERS = ("n_layers", "n_heads", "hidden_size", "inner_size", "initializer_range")  # the same word in both
@@ -108,7 +109,7 @@ OF_LISTS = {"itemcoverage", "giniindex", "averagepopularity"}  # recorded for th
 IGNORED = frozenset(
     """
     gpu_id worker state reproducibility checkpoint_dir show_progress config_file save_dataset dataset_save_path
-    save_dataloaders dataloaders_save_path log_wandb wandb_project shuffle encoding nproc world_size local_rank
+    save_dataloaders dataloaders_save_path shuffle encoding nproc world_size local_rank
     loss_decimal_place require_pow enable_amp enable_scaler transform valid_metric_bigger eval_batch_size
     seq_separator RATING_FIELD LABEL_FIELD threshold NEG_PREFIX ITEM_LIST_LENGTH_FIELD LIST_SUFFIX
     POSITION_FIELD seq_len HEAD_ENTITY_ID_FIELD TAIL_ENTITY_ID_FIELD RELATION_ID_FIELD ENTITY_ID_FIELD kg_reverse_r
@@ -122,7 +123,7 @@ HANDLED = frozenset(
     model dataset data_path use_gpu train_batch_size stopping_step clip_grad_norm learner loss_type metrics valid_metric
     train_neg_sample_args neg_sampling training_neg_sample_num eval_args repeatable load_col user_inter_num_interval
     item_inter_num_interval val_interval benchmark_filename alias_of_item_id field_separator
-    metric_decimal_place
+    metric_decimal_place log_wandb wandb_project
     """.split()  # noqa: SIM905  a table
 )
 
@@ -169,6 +170,7 @@ def from_recbole(
         **_own_layer(tree),
         **_data(tree, above.get("dataset")),
         **_training(tree),
+        **_tracking(tree),
         **made,
     }, ignored
 
@@ -417,6 +419,15 @@ def _training(tree: Mapping[str, Any]) -> dict[str, Any]:
         if k.isdecimal() and tree.get("topk") is None and tree.get("ks") is None and int(k) not in (5, 10, 20):
             made["ks"] = sorted({5, 10, 20, int(k)})
     return made
+
+
+def _tracking(tree: Mapping[str, Any]) -> dict[str, Any]:
+    if not tree.get("log_wandb"):
+        return {}
+    if tree.get("trackers") is not None:
+        raise UserError(f"log_wandb is True and trackers is {tree['trackers']!r}; name wandb in trackers alone")
+    project = tree.get("wandb_project")
+    return {"trackers": ["wandb"], **({} if project is None else {"project": project})}
 
 
 _NUMBER = r"-?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?"

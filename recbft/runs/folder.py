@@ -241,9 +241,12 @@ class RunFolder:
     def record_change(self, epoch: int, changed: Mapping[str, Any]) -> None:
         """Write into ``environment.json``, if it can be read, what was one thing up to an epoch and then another."""
         with contextlib.suppress(UserError):
-            made = self.environment
-            earlier = [one for one in made.get("changed", []) if one["after_epoch"] < epoch]
-            write_json(self.environment_file, {**made, "changed": [*earlier, {"after_epoch": epoch, **changed}]})
+            earlier = [one for one in self.environment.get("changed", []) if one["after_epoch"] < epoch]
+            self.record(changed=[*earlier, {"after_epoch": epoch, **changed}])
+
+    def record(self, **more: Any) -> None:
+        """Write more into ``environment.json``; UserError if it cannot be read."""
+        write_json(self.environment_file, {**self.environment, **more})
 
     def finish(self, metrics: Mapping[str, Any], per_user: pd.DataFrame | pa.Table) -> None:
         """Write the ranks, then the metrics, whose file marks the run as finished."""

@@ -42,9 +42,10 @@ from recbft.training.loop import Row, RunningEpoch, Targets, close_epoch, is_ove
 from recbft.training.one_run import begin, go_on
 from recbft.training.optimiser import make_optimizer
 from recbft.training.process_settings import OwnRandomNumbers, memory_explained, run_settings, work_for_run
-from recbft.training.progress import Progress, Silent, check_tensorboard
+from recbft.training.progress import Progress, Silent
 from recbft.training.run_config import RunConfig
 from recbft.training.session import Session
+from recbft.training.trackers import check_trackers
 
 T = TypeVar("T")
 STACK_TOKENS = 10_000  # per step and stack: beyond that, fewer operations save nothing more
@@ -82,7 +83,7 @@ def train_seeds(
     refuse_several("one process trains several seeds together")
     check_together(configs)
     first = configs[0]
-    check_tensorboard(first.training)
+    check_trackers(first.training)
     data, dataset = loaded(first.data, dataset)
     configs = [replace(config, data=data) for config in configs]
     runs = [_existing(config, path, dataset) for config, path in zip(configs, paths, strict=True)]

@@ -28,9 +28,10 @@ from recbft.training.bundle import check_checkpoint, own_config, refuse_other_da
 from recbft.training.optimiser import idle_settings
 from recbft.training.process_settings import memory_explained, run_settings
 from recbft.training.process_team import ALONE, Team, departure_explained, join_team
-from recbft.training.progress import Progress, Silent, check_tensorboard
+from recbft.training.progress import Progress, Silent
 from recbft.training.run_config import RunConfig
 from recbft.training.session import Session
+from recbft.training.trackers import check_trackers
 
 
 def run_name(config: RunConfig, dataset_name: str) -> str:
@@ -68,7 +69,7 @@ def train(
     team.first_does(lambda: RunFolder.refuse_taken(out, overwrite=overwrite))
     if (older := config.training.warm_start) is not None and user_path(older).resolve() == user_path(out).resolve():
         raise UserError(f"{out} is the run whose weights this one begins from; give it a folder of its own")
-    check_tensorboard(config.training)
+    check_trackers(config.training)
     data, dataset = loaded(config.data, dataset)
     config = replace(config, data=data)
     with memory_explained(config), run_settings(config.training) as device, departure_explained(team):
@@ -103,7 +104,7 @@ def resume(
     if run.is_finished:
         refuse_other_data(run.protocol, dataset, f"{run.path} is finished, and was trained", "give those, or no data")
         return run
-    check_tensorboard(config.training)
+    check_trackers(config.training)
     team = join_team(config.training)
     with memory_explained(config), run_settings(config.training) as device, departure_explained(team):
         return go_on(run, config, dataset, device, _listener(progress, team), team=team).finish()

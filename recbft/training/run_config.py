@@ -48,7 +48,8 @@ DEFAULT_ARM = "bft"  # where the model has it, else the model's first arm
 _TOP = ("model", "arm", "seed", "mixer")
 _PLACES = ("dataset", "data_root")  # names of files and folders, which may be called anything
 _SECTIONS = ("data", "backbone", "mixing", "moe", "core", "training", "controllers", "evaluation")
-_UNTRAINED = ("threads", "device", "deterministic")  # of ``training``: what evaluation heeds too
+# Of ``training``: what has an effect on a model that is not trained, too.
+_UNTRAINED = ("threads", "device", "deterministic", "tensorboard", "trackers", "project")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,9 @@ class TrainingConfig:
     cuda_graphs: bool | None = None  # true: steps from CUDA graphs, for GPUs faster than their kernels are launched
     threads: int | None = None  # CPU threads; None leaves PyTorch's choice
     device: str = "auto"  # auto, cpu, cuda or cuda:N
-    tensorboard: bool = False  # write history.csv as TensorBoard events too
+    tensorboard: bool = False  # the same as trackers: tensorboard
+    trackers: tuple[Literal["tensorboard", "mlflow", "wandb"], ...] | None = None  # what keeps the run's figures too
+    project: str | None = None  # MLflow's experiment, W&B's project; None means what their variables say, or recbft
 
     def __post_init__(self) -> None:
         for key in ("batch_size", "batch_targets", "patience", "eval_every"):
@@ -101,6 +104,16 @@ class TrainingConfig:
         check_range("warm_start_keep", self.warm_start_keep, above=0, at_most=1)
         if self.warm_start_keep is not None and self.warm_start is None:
             raise UserError("warm_start_keep has no effect without warm_start; leave it out, or name a run there")
+        if self.project is not None and not {"mlflow", "wandb"} & set(self.tracked_by):
+            raise UserError("project has no effect without trackers mlflow or wandb; leave it out, or name one there")
+        if self.project is not None and not self.project.strip():
+            raise UserError("project is empty; give a name, or leave it out")
+
+    @property
+    def tracked_by(self) -> tuple[str, ...]:
+        """What keeps the run's figures beside its folder, each once."""
+        also = ("tensorboard",) if self.tensorboard else ()
+        return tuple(dict.fromkeys((*(self.trackers or ()), *also)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,8 +34,9 @@ from recbft.training.controllers import CROSS_ENTROPY, validation_cross_entropy
 from recbft.training.loop import Row, fit, moment_of
 from recbft.training.process_settings import rng_state, set_rng_state
 from recbft.training.process_team import Team, departure_explained
-from recbft.training.progress import Progress, TensorBoard
+from recbft.training.progress import Progress
 from recbft.training.run_config import RunConfig
+from recbft.training.trackers import Trackers
 
 
 class Session:
@@ -56,8 +57,7 @@ class Session:
         self.run, self.config, self.dataset, self.device = run, config, dataset, device
         self.model, self.batches, self.optimizer, self.controllers, self.graphs, _ = parts
         self.state, self.progress, self.generator, self.team = state, progress, generator, team
-        if config.training.tensorboard and team.leads:
-            self.progress = TensorBoard(run.path / "tensorboard", progress)
+        self.trackers = Trackers(run, config, leads=team.leads)
         self.rows: list[Row] = []
         self.state.run, self.state.digits_from = run.identity, digits_from(device)
         self.is_saved = False  # whether there is a state to go on from
@@ -84,10 +84,12 @@ class Session:
             loaded = self.team.first_does(take)
             if loaded is not None:
                 self._restore(loaded)
+            self.trackers.open(self.rows)
             try:
                 yield
             finally:
                 self.background.wait()
+                self.trackers.close()
 
     def _tell_of_other_digits(self, saved: TrainState) -> None:
         """Warn, and write down, where the run goes on with what rounds otherwise than before."""
@@ -234,6 +236,7 @@ class Session:
         self.rows.append(row)
         self.team.first_does(lambda: self.run.write_history(self.rows))
         self._save(best=judged)
+        self.trackers.epoch(row)
 
     def _save(self, *, best: Mapping[str, torch.Tensor] | None) -> None:
         """Save the state as it is; on a GPU, whose state is copied anyway, it is written while training goes on."""
@@ -284,6 +287,7 @@ class Session:
         }
         self.team.first_does(lambda: write_card(self.run, metrics))
         self.team.first_does(lambda: self.run.finish(metrics, ranks))
+        self.trackers.finish(metrics)
 
 
 def results(

@@ -125,6 +125,14 @@ def test_what_a_cell_ends_with_is_told_in_a_line(fitted, dataset):
     assert "among all items but those seen: " in repr(replace(one.evaluate(dataset), filter_seen=True))
 
 
+def test_a_fit_says_a_line_per_epoch_in_a_log_if_asked(dataset, capsys):
+    Recommender("sasrec", arm="matched", **SMALL).fit(dataset, progress=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("  ")[0] for line in lines if line.startswith("epoch")] == ["epoch 1/2", "epoch 2/2"]
+    Recommender("pop").fit(dataset)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_fit_that_is_stopped_leaves_the_one_before_it_as_it_was(dataset):
     recommender = Recommender("sasrec", arm="matched", **SMALL).fit(dataset)
     before = recommender.recommend([[1, 2, 3]], 3)
@@ -228,7 +236,7 @@ def test_two_recommenders_are_joined_and_the_join_outlives_them(fitted, dataset,
     words = [f"w{n % 5} v{n % 3}" for n in range(dataset.num_items)]
     features = ItemFeatures.from_frame(pd.DataFrame({"item_id": dataset.item_ids, "words": words}))
     content = Recommender("content-cosine").fit(dataset.with_features(features))
-    joined = Recommender.join(fitted["bft"], content, dataset=dataset)
+    joined = Recommender.join(fitted["bft"], content, dataset=dataset, progress=False)
     content.save(tmp_path / "content")
     again = Recommender.join(fitted["bft"].run.path, tmp_path / "content", dataset=dataset, by="count")
     del content

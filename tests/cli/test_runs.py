@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from recbft.config.yaml_text import read_yaml
-from recbft_cli.progress import Lines
+from recbft.reporting.progress import Lines
 from tests.cli.conftest import SETTINGS, run, train
 
 

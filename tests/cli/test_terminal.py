@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from recbft.datasets import Dataset
-from recbft_cli.progress import progress_for, view_for
-from recbft_cli.terminal import say, visible
+from recbft.errors import visible
+from recbft.reporting.progress import listener, view_for
+from recbft_cli.terminal import say
 from tests.cli.conftest import run
 
 EVIL = "a\x1b]0;mine\x07\x1b[2J\x9b31m\x7f\u202e.csv"
@@ -43,7 +44,7 @@ def test_a_data_set_s_name_is_shown(capsys, tmp_path):
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
 def test_what_listeners_say_is_shown(stream):
     one, queue = stream(), stream()
-    progress_for("ndcg@10", one).note(EVIL)
+    listener(True, "ndcg@10", one).note(EVIL)
     view = view_for(queue)
     view.failed(SimpleNamespace(job=SimpleNamespace(name=EVIL), reason="it failed"))
     assert all(is_shown(heard.getvalue().replace("\n", "")) for heard in (one, queue))

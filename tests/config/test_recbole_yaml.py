@@ -71,6 +71,11 @@ def read(tmp_path):
         ("loss_type: BPR\nneg_sampling: {uniform: 2}", "backbone", "num_negatives", 2),
         ("model: SASRec\nlayer: post_norm", "backbone", "output_projection", True),  # RecBole's own SASRec
         ("model: SASRec\nlayer: post_norm\noutput_projection: False", "backbone", "output_projection", False),
+        ("log_wandb: True", "training", "trackers", ("wandb",)),
+        ("log_wandb: True", "training", "project", None),
+        ("log_wandb: yes\nwandb_project: ours", "training", "project", "ours"),
+        ("log_wandb: False\nwandb_project: recbole", "training", "project", None),
+        ("log_wandb: False\ntrackers: [mlflow]\nproject: ours", "training", "project", "ours"),
         ("model: BERT4Rec\nmask_ratio: 0.3", "backbone", "mask_probability", 0.3),
         ("model: BERT4Rec\nft_ratio: 0.25", "backbone", "last_item_probability", 0.25),
     ],
@@ -293,6 +298,7 @@ def test_a_data_path_is_kept_as_written_and_ml_100k_is_the_bundled_one(read, tmp
         ("hidden_dropout_prob: 1.5", "run.yaml: hidden_dropout_prob is 1.5; give a number >= 0 and < 1"),
         ("user_inter_num_interval: '[1e30,inf)'", "run.yaml: user_inter_num_interval is about 2^99; give a whole"),
         ("topk: [5]\nvalid_metric: MRR@7", "run.yaml: valid_metric is 'mrr@7', but topk is [5]; add 7 to topk"),
+        ("log_wandb: True\ntrackers: [mlflow]", "log_wandb is True and trackers is ['mlflow']; name wandb in"),
     ],
 )  # fmt: skip
 def test_what_recbft_does_not_do_is_refused_in_one_line_with_the_file(read, text, message):

@@ -45,7 +45,8 @@ def test_every_key_of_training_is_read_here_or_has_its_reason():
     from recbft.recbole.settings import OWN_TRAINING, RECBOLE_KEYS
     from recbft.training.run_config import TrainingConfig
 
-    ours = {"cuda_graphs", "optimizer", "samples", "tensorboard", "threads", "warm_start", "warm_start_keep"}
+    ours = {"cuda_graphs", "optimizer", "samples", "threads", "warm_start", "warm_start_keep"}
+    ours |= {"tensorboard", "trackers"}
     assert set(field_types(TrainingConfig)) - {*OWN_TRAINING, *RECBOLE_KEYS} == ours
 
 

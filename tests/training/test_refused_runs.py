@@ -12,7 +12,7 @@ from recbft.datasets.planted import synthetic_dataset
 from recbft.datasets.synth import SyntheticConfig
 from recbft.errors import UserError
 from recbft.runs.folder import RunFolder
-from recbft.training import one_run, progress
+from recbft.training import one_run, trackers
 from recbft.training.build import training_batches
 from recbft.training.many_seeds import train_seeds
 from recbft.training.progress import Silent
@@ -58,7 +58,7 @@ def test_seeds_that_cannot_go_on_are_refused_before_a_folder_is_made_for_others(
 
 
 def test_a_missing_tensorboard_is_named_whichever_way_a_run_is_trained(dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr(progress, "find_spec", lambda name: None)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     asked = config(tensorboard=True)
     begun(asked, tmp_path / "begun", dataset)
     for go in (
@@ -66,7 +66,7 @@ def test_a_missing_tensorboard_is_named_whichever_way_a_run_is_trained(dataset, 
         lambda: one_run.resume(tmp_path / "begun", dataset=dataset),
         lambda: train_seeds([asked], [tmp_path / "new"], dataset=dataset),
     ):
-        with pytest.raises(UserError, match=r"tensorboard: true needs a package: pip install tensorboard"):
+        with pytest.raises(UserError, match=r"trackers tensorboard need packages .*: pip install tensorboard, or"):
             go()
     assert os.listdir(tmp_path) == ["begun"] and not RunFolder.open(tmp_path / "begun").has_checkpoint
 

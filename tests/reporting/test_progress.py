@@ -1,10 +1,15 @@
 from __future__ import annotations
 
 import io
+import sys
 from types import SimpleNamespace
 
+import pytest
+
+from recbft.errors import UserError
 from recbft.experiments.queue import Running
-from recbft_cli.progress import Lines, MovingBar, progress_for, view_for
+from recbft.reporting.progress import Lines, MovingBar, listener, view_for
+from recbft.training.progress import Silent
 
 ROW = {"epoch": 3, "loss": 6.25, "tokens_per_second": 51234.5, "valid_hr@10": 0.1, "valid_ndcg@10": 0.0512}
 
@@ -26,7 +31,7 @@ def drive(progress):
 
 def test_a_log_gets_one_plain_line_per_epoch():
     stream = io.StringIO()
-    drive(progress_for("ndcg@10", stream))
+    drive(listener(True, "ndcg@10", stream))
     lines = stream.getvalue().splitlines()
     assert lines[:2] == ["continuing at epoch 3", "a [word] to the user"]
     assert lines[2].startswith("epoch 3/4  loss 6.2500  valid ndcg@10 0.0512  51,234 tokens/s  at most 0:00:0")
@@ -36,7 +41,7 @@ def test_a_log_gets_one_plain_line_per_epoch():
 
 def test_a_log_is_told_in_a_long_epoch_how_far_it_is(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr("recbft_cli.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("recbft.reporting.progress.time.monotonic", lambda: now[0])
     stream = io.StringIO()
     progress = Lines(stream, "ndcg@10")
     progress.start(total_epochs=4, first_epoch=3)
@@ -51,12 +56,12 @@ def test_a_log_is_told_in_a_long_epoch_how_far_it_is(monkeypatch):
     lines = stream.getvalue().splitlines()
     assert lines[1:3] == ["epoch 3/4  loss 6.0000  step 2 of 2,500", "epoch 3/4  loss 5.0000  step 4 of 2,500"]
     assert lines[3].startswith("epoch 3/4  loss 6.2500  valid")
-    assert lines[4:] == ["epoch 4/4  loss 3.7500  step 2 of 2,500"]
+    assert lines[4:] == ["epoch 4/4  loss 3.7500  valid ndcg@10 0.0512  step 2 of 2,500"]
 
 
 def test_a_log_is_told_now_and_then_how_far_many_long_trainings_are(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr("recbft_cli.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("recbft.reporting.progress.time.monotonic", lambda: now[0])
     stream = io.StringIO()
     view = view_for(stream)
     view.start(total=4, finished=0)
@@ -76,7 +81,7 @@ def test_a_terminal_gets_a_bar_with_loss_metric_and_speed(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     stream = Terminal()
-    drive(progress_for("ndcg@10", stream))
+    drive(listener(True, "ndcg@10", stream))
     seen = stream.getvalue()
     assert "a [word] to the user" in seen and "ndcg@10 0.0512" in seen and "tokens/s" in seen and "epoch 4/4" in seen
 
@@ -91,5 +96,51 @@ def test_stopping_twice_or_before_the_start_is_harmless():
 
 def test_quiet_says_nothing():
     stream = io.StringIO()
-    drive(progress_for("ndcg@10", stream, quiet=True))
+    drive(listener(False, "ndcg@10", stream))
     assert stream.getvalue() == ""
+
+
+def in_notebook(monkeypatch, kernel):
+    shell = SimpleNamespace(kernel=kernel)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+
+
+@pytest.mark.parametrize(
+    ("progress", "where", "told"),
+    [
+        *((None, "log", Silent), (None, "terminal", MovingBar), (None, "notebook", Lines), (None, "IPython", Silent)),
+        *((True, "log", Lines), (False, "notebook", Silent), (False, "terminal", Silent)),
+    ],
+)
+def test_a_person_who_is_likely_to_look_is_told_by_default(progress, where, told, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal() if where == "terminal" else io.StringIO())
+    in_notebook(monkeypatch, object() if where == "notebook" else None)
+    assert type(listener(progress, "ndcg@10")) is told
+
+
+def test_listeners_of_the_caller_s_are_kept_and_anything_else_is_refused():
+    own = Silent()
+    assert listener(own, "mrr") is own
+    with pytest.raises(UserError, match="progress is 3; give True, False, or an object"):
+        listener(3, "mrr")
+
+
+def test_a_notebook_has_one_line_that_is_written_over_and_left_at_the_end(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("recbft.reporting.progress.time.monotonic", lambda: now[0])
+    stream = io.StringIO()
+    line = Lines(stream, "mrr", moves=True)
+    line.start(3, 2)
+    now[0] = 100.0
+    line.batch(1, 4, 2.5, 10)
+    line.batch(2, 4, 2.5, 10)  # too soon
+    line.epoch({"epoch": 2, "loss": 2.0, "valid_mrr": 0.25})
+    line.epoch({"epoch": 3, "loss": 1.0})
+    line.stop()
+    assert [part.rstrip() for part in stream.getvalue().split("\r")[1:]] == [
+        "continuing at epoch 2",
+        "epoch 2/3  loss 2.5000  step 1 of 4",
+        "epoch 2/3  loss 2.0000  valid mrr 0.2500  at most 0:01:40 left",
+        "epoch 3/3  loss 1.0000  at most 0:00:00 left",
+    ]
+    assert stream.getvalue().endswith(" \n") and stream.getvalue().count("\n") == 2

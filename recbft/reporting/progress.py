@@ -1,4 +1,4 @@
-"""Training as it is seen from a terminal: a bar or a table that moves, or plain lines where nothing can move."""
+"""Training as it is watched: in a terminal a bar or a table, in a notebook one line, in a log a line now and then."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from recbft.training.progress import duration, valid_text
-from recbft_cli.terminal import visible
+from recbft.errors import UserError, visible
+from recbft.training.progress import Progress, Silent, duration, valid_text
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -17,34 +17,47 @@ if TYPE_CHECKING:
     from recbft.experiments.plan import Job
     from recbft.experiments.queue import Failure, Running
 
+OFTEN = 0.2  # seconds between two looks of a line that is written over
 SILENCE = 60.0  # seconds after which whoever waits is told where long work stands
 LONG_SILENCE = 300.0  # and a log, where many trainings of hours stand
 
 
-def progress_for(metric: str, stream: TextIO | None = None, *, quiet: bool = False, opening: str | None = None) -> Any:
-    """A listener to training (``recbft.training.progress.Progress``) that suits ``stream`` (stderr).
+def listener(
+    progress: Progress | bool | None, metric: str, stream: TextIO | None = None, *, opening: str | None = None
+) -> Progress:
+    """Who is told how training goes: nobody, the caller's own, or whoever reads ``stream``.
 
     Args:
+        progress: a listener; True for ``stream``, False for nobody; None for ``stream`` where a person is likely to see
+            it, in a notebook or a terminal.
         metric: the validation metric to show, such as "ndcg@10".
+        stream: stderr unless given.
         opening: said when training begins.
     """
     stream = sys.stderr if stream is None else stream
-    if quiet:
-        from recbft.training.progress import Silent
-
+    moves = _in_notebook()
+    if progress is None:
+        progress = moves or stream.isatty()
+    if not isinstance(progress, bool):
+        if not hasattr(progress, "epoch"):
+            raise UserError(f"progress is {progress!r}; give True, False, or an object with recbft.training's Progress")
+        return progress
+    if not progress:
         return Silent()
-    return MovingBar(stream, metric, opening) if stream.isatty() else Lines(stream, metric, opening)
+    bar = stream.isatty() and not moves
+    return MovingBar(stream, metric, opening) if bar else Lines(stream, metric, opening, moves=moves)
 
 
 class Lines:
-    """One line per epoch, and in a long one a line now and then."""
+    """One line per epoch, and in a long one a line now and then; in a notebook each is written over the one before."""
 
-    def __init__(self, stream: TextIO, metric: str, opening: str | None = None) -> None:
-        self._stream, self._metric, self._opening = stream, metric, opening
+    def __init__(self, stream: TextIO, metric: str, opening: str | None = None, *, moves: bool = False) -> None:
+        self._stream, self._metric, self._opening, self._moves = stream, metric, opening, moves
         self._total = 0
         self._done = 0  # epochs since start, so that a resumed run's estimate counts only its own
         self._epoch = 0  # in progress
         self._since = self._spoke = 0.0
+        self._valid, self._width = "", 0
 
     def start(self, total_epochs: int, first_epoch: int) -> None:
         self._total, self._done, self._epoch = total_epochs, 0, first_epoch
@@ -55,25 +68,42 @@ class Lines:
             self.note(f"continuing at epoch {first_epoch}")
 
     def batch(self, done: int, total: int, loss: float, tokens: int) -> None:
-        if time.monotonic() - self._spoke >= SILENCE:
-            self._print(f"epoch {self._epoch}/{self._total}  loss {loss:.4f}  step {done:,} of {total:,}")
+        if time.monotonic() - self._spoke >= (OFTEN if self._moves else SILENCE):
+            said = f"epoch {self._epoch}/{self._total}  loss {loss:.4f}{self._valid}"
+            self._print(f"{said}  step {done:,} of {total:,}")
 
     def epoch(self, row: Mapping[str, object]) -> None:
         self._done += 1
         self._epoch = int(str(row["epoch"])) + 1
+        self._valid = valid_text(row, self._metric) or self._valid
         left = self._total - self._epoch + 1
         per_epoch = (time.monotonic() - self._since) / self._done
         self._print(f"{_epoch_text(row, self._total, self._metric)}  at most {duration(left * per_epoch)} left")
 
     def note(self, message: str) -> None:
         self._print(message)
+        self.stop()
 
     def stop(self) -> None:
-        pass
+        """Leave the line that is written over as it is."""
+        if self._width:
+            print(file=self._stream, flush=True)
+            self._width = 0
 
     def _print(self, line: str) -> None:
-        print(visible(line), file=self._stream, flush=True)
+        line = visible(line)
+        if self._moves:
+            print(f"\r{line:<{self._width}}", end="", file=self._stream, flush=True)
+            self._width = len(line)
+        else:
+            print(line, file=self._stream, flush=True)
         self._spoke = time.monotonic()
+
+
+def _in_notebook() -> bool:
+    """Whether this is the kernel of a notebook, found without importing IPython."""
+    shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None
 
 
 class MovingBar:
@@ -92,12 +122,13 @@ class MovingBar:
         self._epoch_start = 0.0
 
     def start(self, total_epochs: int, first_epoch: int) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
 
         if self._opening:
             self.note(self._opening)
         self._epoch, self._total = first_epoch - 1, total_epochs
-        self._bar = Progress(
+        self._bar = Bar(
             TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
             BarColumn(),
             TextColumn("{task.fields[status]}"),
