@@ -28,6 +28,7 @@ from recbft.errors import RunError, RunInterruptedError, UserError, permission_d
 from recbft.evaluation.probability import Calibration
 from recbft.runs import checkpoint
 from recbft.runs.folder import RunFolder
+from recbft.serving.served import Served
 from recbft.system.files import user_path
 from recbft.training.bundle import load_trained
 from recbft.training.run_config import RunConfig
@@ -44,6 +45,7 @@ class TrainedRun(NamedTuple):
     weights: str | None  # the SHA-256 of their file
     protocol: dict[str, Any]  # the folder may go before this object does
     calibrations: dict[bool, Calibration | None]  # by filter_seen
+    served: Served  # the model, as it answers requests
 
     @classmethod
     def read(cls, path: Path) -> TrainedRun:
@@ -54,7 +56,7 @@ class TrainedRun(NamedTuple):
         weights = checkpoint.best_digest(run.checkpoint)
         run, config, vocabulary, counts, model = load_trained(run.path)
         calibrations = {filter_seen: run.calibration(filter_seen=filter_seen) for filter_seen in (False, True)}
-        return cls(run, config, model, vocabulary, counts, weights, run.protocol, calibrations)
+        return cls(run, config, model, vocabulary, counts, weights, run.protocol, calibrations, Served(model))
 
     @property
     def time_unit(self) -> str | None:

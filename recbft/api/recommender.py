@@ -12,7 +12,6 @@ import copy
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -46,6 +45,7 @@ from recbft.serving.lists import (
     recommend_lists,
 )
 from recbft.serving.new_items import with_items
+from recbft.serving.served import Served
 from recbft.serving.vectors import ItemVectors, UserVectors, item_vectors, similar_items, user_vectors
 from recbft.system.files import new_folder, user_path
 from recbft.system.torch_state import one_thread_if_forked
@@ -235,7 +235,9 @@ class Recommender:
         folder = self._own_run().checkpoint / CONTENT_FOLDER
         grown = with_items(trained.model, trained.vocabulary, trained.counts, folder, items, item=item, events=events)
         other = copy.copy(self)
-        other._trained = trained._replace(model=grown.model, vocabulary=grown.vocabulary, counts=grown.counts)
+        other._trained = trained._replace(
+            model=grown.model, vocabulary=grown.vocabulary, counts=grown.counts, served=Served(grown.model)
+        )
         return other
 
     def evaluate(self, dataset: Dataset | None = None, part: Literal["validation", "test"] = "test") -> Evaluation:
@@ -369,7 +371,7 @@ class Recommender:
             UserError: the model does not know the item, or it has no vectors, as ``pop``.
         """
         trained = self._fitted()
-        return similar_items(trained.model, trained.vocabulary, item, k)
+        return similar_items(trained.served, trained.vocabulary, item, k)
 
     def calibration(self, *, filter_seen: bool = True) -> Calibration | None:
         """``temperature`` T and ``lapse`` u of the probabilities (1 - u) softmax(scores / T) + u / n of ``recommend``.
@@ -390,12 +392,12 @@ class Recommender:
         """
         trained = self._fitted()
         named = self._in_usual_columns(histories)
-        return user_vectors(trained.model, trained.vocabulary, named, time_unit=trained.time_unit)
+        return user_vectors(trained.served, trained.vocabulary, named, time_unit=trained.time_unit)
 
     def item_vectors(self) -> ItemVectors:
         """The items of the model and a vector of each, for an index of nearest neighbours by inner product."""
         trained = self._fitted()
-        return item_vectors(trained.model, trained.vocabulary)
+        return item_vectors(trained.served, trained.vocabulary)
 
     def explain(self, history: Sequence[Any] | pd.DataFrame, item: Any = None, k: int | None = None) -> pd.DataFrame:
         """Which events of a history speak for an item, or for the best ones.
@@ -412,7 +414,11 @@ class Recommender:
             NaN for the only event of a history). ``attrs``: ``precision`` behind the scores (None without one),
             ``own_weight`` of a token that is no event, such as a mask, and ``unknown_events``, which were skipped.
         """
-        return self._of_model(explanation_table)(self._in_usual_columns(history), item, k)
+        trained = self._fitted()
+        return explanation_table(
+            trained.model, trained.vocabulary, self._in_usual_columns(history), item, k,
+            memory_mb=self.config.evaluation.memory_mb, time_unit=trained.time_unit,
+        )  # fmt: skip
 
     def probe(
         self,
@@ -551,17 +557,14 @@ class Recommender:
         dataset = own.split_as_asked(dataset)
         return replace(self.config, data=DataConfig.behind(dataset, data_root=own.data_root, **asked))
 
-    def _of_model(self, ask: Callable[..., T]) -> Callable[..., T]:
-        """A function that asks a model about histories, of this one."""
-        trained, memory_mb = self._fitted(), self.config.evaluation.memory_mb
-        return partial(ask, trained.model, trained.vocabulary, memory_mb=memory_mb, time_unit=trained.time_unit)
-
     def _lists(self, ask: Callable[..., T], histories: Histories, k: int, *, filter_seen: bool, **how: Any) -> T:
         """What ``ask`` makes of histories, with what it takes of the run for it."""
-        calibration, popular = self.calibration(filter_seen=filter_seen), self._fitted().counts
-        named = self._in_usual_columns(histories)
-        ask = partial(self._of_model(ask), calibration=calibration, popular=popular)
-        return ask(named, k, filter_seen=filter_seen, **how)
+        trained, calibration = self._fitted(), self.calibration(filter_seen=filter_seen)
+        return ask(
+            trained.served, trained.vocabulary, self._in_usual_columns(histories), k, filter_seen=filter_seen,
+            calibration=calibration, popular=trained.counts, memory_mb=self.config.evaluation.memory_mb,
+            time_unit=trained.time_unit, **how,
+        )  # fmt: skip
 
     def _in_usual_columns(self, histories: Any) -> Any:
         """A frame of histories may have the names of columns that the run's data had."""
