@@ -34,6 +34,7 @@ from recbft.evaluation.views import view_of
 from recbft.kernels import c_library
 from recbft.runs.folder import RunFolder
 from recbft.serving.explanations import explanation_table
+from recbft.serving.export import Checked, Format, Index, drawn_histories, export, histories_of
 from recbft.serving.filters import Choice
 from recbft.serving.histories import Histories, in_usual_columns
 from recbft.serving.lists import (
@@ -398,6 +399,47 @@ class Recommender:
         """The items of the model and a vector of each, for an index of nearest neighbours by inner product."""
         trained = self._fitted()
         return item_vectors(trained.served, trained.vocabulary)
+
+    def export(self, path: str | Path, *, format: Format = "onnx", index: Index | None = None) -> dict[str, Any]:
+        """Write the user encoder, item vectors and item ids to a new folder, for programs without recbft.
+
+        Up to 1,000 histories of the run's data, or drawn ones where these are gone, are encoded by what was written:
+        their ten best items must be those of ``recommend`` and scores within 1e-4, or nothing is written.
+
+        Args:
+            format: "onnx" for ONNX Runtime and others, "torch" for ``torch.export.load``.
+            index: "faiss" for an index of the items, too, which finds the ten best of 99 % of those histories.
+
+        Returns:
+            What ``export.json`` says: files, inputs and outputs, versions, the run, how it was checked.
+
+        Raises:
+            UserError: the folder is taken, a package is not installed, or the model has no such form.
+            RunError: the check failed.
+        """
+        trained = self._fitted()
+
+        def histories() -> Checked:
+            try:
+                data = self.aligned()
+            except UserError:  # gone, or others by now
+                return drawn_histories(trained.model, len(trained.vocabulary))
+            return histories_of(data.items, data.offsets, data.times if trained.model.reads_times else None)
+
+        about = {
+            "run": {"name": trained.run.path.name, "identity": trained.run.identity, "weights": trained.weights},
+            "model": self.config.model,
+            "arm": self.config.arm,
+            "dataset": trained.protocol["dataset"],
+            "calibration": {
+                name: None if (found := trained.calibrations[filter_seen]) is None else found._asdict()
+                for name, filter_seen in (("unfiltered", False), ("filtered", True))
+            },
+        }
+        with permissions_explained():
+            return export(
+                trained.model, trained.vocabulary, user_path(path), histories, format=format, index=index, about=about
+            )
 
     def explain(self, history: Sequence[Any] | pd.DataFrame, item: Any = None, k: int | None = None) -> pd.DataFrame:
         """Which events of a history speak for an item, or for the best ones.
