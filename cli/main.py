@@ -22,9 +22,9 @@ from typer.core import TyperGroup
 from recbft.errors import OneProcessError, RunError, UserError, permission_denied, shortened, visible
 from recbft.system.memory import keep_freed_memory
 from recbft.system.torchrun import this_process
-from recbft_cli import compare, data, evaluate, join, probe, recommend, report, serve, sweep, train, tune
+from recbft_cli import compare, data, evaluate, export, join, probe, recommend, report, serve, sweep, train, tune
 
-_ORDER = "train join evaluate recommend serve compare report stratify probe sweep tune data models"
+_ORDER = "train join evaluate recommend serve export compare report stratify probe sweep tune data models"
 
 
 class _InOrder(TyperGroup):
@@ -49,6 +49,7 @@ app.command("join", epilog=join.EXAMPLES)(join.join)
 app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("recommend", epilog=recommend.EXAMPLES)(recommend.recommend)
 app.command("serve", epilog=serve.EXAMPLES)(serve.serve)
+app.command("export", epilog=export.EXAMPLES)(export.export)
 app.command("compare", epilog=compare.EXAMPLES)(compare.compare)
 app.command("report", epilog=report.EXAMPLES)(report.report)
 app.command("stratify", epilog=report.EXAMPLES_BY_STRATA)(report.stratify)

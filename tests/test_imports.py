@@ -58,6 +58,8 @@ OTHERS = {
     "anyio": "api",
     "prometheus_client": "api",
     "uvicorn": "cli",
+    "onnxruntime": "serving",
+    "faiss": "serving",
 }
 LIGHT = (
     "core",

@@ -29,6 +29,7 @@ from recbft.evaluation.probability import Calibration
 from recbft.runs import checkpoint
 from recbft.runs.folder import RunFolder
 from recbft.serving.caps import Labels
+from recbft.serving.served import Served
 from recbft.system.files import user_path
 from recbft.training.bundle import load_trained
 from recbft.training.run_config import RunConfig
@@ -46,6 +47,7 @@ class TrainedRun(NamedTuple):
     protocol: dict[str, Any]  # the folder may go before this object does
     calibrations: dict[bool, Calibration | None]  # by filter_seen
     labels: Labels  # by which lists can be capped
+    served: Served  # the model, as it answers requests
 
     @classmethod
     def read(cls, path: Path) -> TrainedRun:
@@ -56,7 +58,9 @@ class TrainedRun(NamedTuple):
         weights = checkpoint.best_digest(run.checkpoint)
         run, config, vocabulary, counts, labels, model = load_trained(run.path)
         calibrations = {filter_seen: run.calibration(filter_seen=filter_seen) for filter_seen in (False, True)}
-        return cls(run, config, model, vocabulary, counts, weights, run.protocol, calibrations, Labels(labels))
+        return cls(
+            run, config, model, vocabulary, counts, weights, run.protocol, calibrations, Labels(labels), Served(model)
+        )
 
     @property
     def time_unit(self) -> str | None:

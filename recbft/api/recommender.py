@@ -12,7 +12,6 @@ import copy
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -35,6 +34,7 @@ from recbft.kernels import c_library
 from recbft.reporting.progress import listener
 from recbft.runs.folder import RunFolder
 from recbft.serving.explanations import explanation_table
+from recbft.serving.export import Checked, Format, Index, drawn_histories, export, histories_of
 from recbft.serving.filters import Choice
 from recbft.serving.histories import Histories, in_usual_columns
 from recbft.serving.lists import (
@@ -46,6 +46,7 @@ from recbft.serving.lists import (
     recommend_lists,
 )
 from recbft.serving.new_items import with_items
+from recbft.serving.served import Served
 from recbft.serving.vectors import ItemVectors, UserVectors, item_vectors, similar_items, user_vectors
 from recbft.system.files import new_folder, user_path
 from recbft.system.torch_state import one_thread_if_forked
@@ -237,7 +238,11 @@ class Recommender:
         other = copy.copy(self)
         labels = trained.labels if grown.features is None else trained.labels.beside(grown.features)
         other._trained = trained._replace(
-            model=grown.model, vocabulary=grown.vocabulary, counts=grown.counts, labels=labels
+            model=grown.model,
+            vocabulary=grown.vocabulary,
+            counts=grown.counts,
+            labels=labels,
+            served=Served(grown.model),
         )
         return other
 
@@ -378,7 +383,7 @@ class Recommender:
             UserError: the model does not know the item, or it has no vectors, as ``pop``.
         """
         trained = self._fitted()
-        return similar_items(trained.model, trained.vocabulary, item, k)
+        return similar_items(trained.served, trained.vocabulary, item, k)
 
     def calibration(self, *, filter_seen: bool = True) -> Calibration | None:
         """``temperature`` T and ``lapse`` u of the probabilities (1 - u) softmax(scores / T) + u / n of ``recommend``.
@@ -399,12 +404,53 @@ class Recommender:
         """
         trained = self._fitted()
         named = self._in_usual_columns(histories)
-        return user_vectors(trained.model, trained.vocabulary, named, time_unit=trained.time_unit)
+        return user_vectors(trained.served, trained.vocabulary, named, time_unit=trained.time_unit)
 
     def item_vectors(self) -> ItemVectors:
         """The items of the model and a vector of each, for an index of nearest neighbours by inner product."""
         trained = self._fitted()
-        return item_vectors(trained.model, trained.vocabulary)
+        return item_vectors(trained.served, trained.vocabulary)
+
+    def export(self, path: str | Path, *, format: Format = "onnx", index: Index | None = None) -> dict[str, Any]:
+        """Write the user encoder, item vectors and item ids to a new folder, for programs without recbft.
+
+        Up to 1,000 histories of the run's data, or drawn ones where these are gone, are encoded by what was written:
+        their ten best items must be those of ``recommend`` and scores within 1e-4, or nothing is written.
+
+        Args:
+            format: "onnx" for ONNX Runtime and others, "torch" for ``torch.export.load``.
+            index: "faiss" for an index of the items, too, which finds the ten best of 99 % of those histories.
+
+        Returns:
+            What ``export.json`` says: files, inputs and outputs, versions, the run, how it was checked.
+
+        Raises:
+            UserError: the folder is taken, a package is not installed, or the model has no such form.
+            RunError: the check failed.
+        """
+        trained = self._fitted()
+
+        def histories() -> Checked:
+            try:
+                data = self.aligned()
+            except UserError:  # gone, or others by now
+                return drawn_histories(trained.model, len(trained.vocabulary))
+            return histories_of(data.items, data.offsets, data.times if trained.model.reads_times else None)
+
+        about = {
+            "run": {"name": trained.run.path.name, "identity": trained.run.identity, "weights": trained.weights},
+            "model": self.config.model,
+            "arm": self.config.arm,
+            "dataset": trained.protocol["dataset"],
+            "calibration": {
+                name: None if (found := trained.calibrations[filter_seen]) is None else found._asdict()
+                for name, filter_seen in (("unfiltered", False), ("filtered", True))
+            },
+        }
+        with permissions_explained():
+            return export(
+                trained.model, trained.vocabulary, user_path(path), histories, format=format, index=index, about=about
+            )
 
     def explain(self, history: Sequence[Any] | pd.DataFrame, item: Any = None, k: int | None = None) -> pd.DataFrame:
         """Which events of a history speak for an item, or for the best ones.
@@ -421,7 +467,11 @@ class Recommender:
             NaN for the only event of a history). ``attrs``: ``precision`` behind the scores (None without one),
             ``own_weight`` of a token that is no event, such as a mask, and ``unknown_events``, which were skipped.
         """
-        return self._of_model(explanation_table)(self._in_usual_columns(history), item, k)
+        trained = self._fitted()
+        return explanation_table(
+            trained.model, trained.vocabulary, self._in_usual_columns(history), item, k,
+            memory_mb=self.config.evaluation.memory_mb, time_unit=trained.time_unit,
+        )  # fmt: skip
 
     def probe(
         self,
@@ -560,17 +610,14 @@ class Recommender:
         dataset = own.split_as_asked(dataset)
         return replace(self.config, data=DataConfig.behind(dataset, data_root=own.data_root, **asked))
 
-    def _of_model(self, ask: Callable[..., T]) -> Callable[..., T]:
-        """A function that asks a model about histories, of this one."""
-        trained, memory_mb = self._fitted(), self.config.evaluation.memory_mb
-        return partial(ask, trained.model, trained.vocabulary, memory_mb=memory_mb, time_unit=trained.time_unit)
-
     def _lists(self, ask: Callable[..., T], histories: Histories, k: int, *, filter_seen: bool, **how: Any) -> T:
         """What ``ask`` makes of histories, with what it takes of the run for it."""
-        calibration, trained = self.calibration(filter_seen=filter_seen), self._fitted()
-        named = self._in_usual_columns(histories)
-        ask = partial(self._of_model(ask), calibration=calibration, popular=trained.counts, labels=trained.labels)
-        return ask(named, k, filter_seen=filter_seen, **how)
+        trained, calibration = self._fitted(), self.calibration(filter_seen=filter_seen)
+        return ask(
+            trained.served, trained.vocabulary, self._in_usual_columns(histories), k, filter_seen=filter_seen,
+            calibration=calibration, popular=trained.counts, labels=trained.labels,
+            memory_mb=self.config.evaluation.memory_mb, time_unit=trained.time_unit, **how,
+        )  # fmt: skip
 
     def _in_usual_columns(self, histories: Any) -> Any:
         """A frame of histories may have the names of columns that the run's data had."""

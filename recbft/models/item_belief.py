@@ -93,6 +93,12 @@ class ItemBelief(TrainedPart):
         return (CAUTION * self.kappa_logit).exp()
 
     @property
+    def decay(self) -> Tensor:
+        """rho of (6.15)."""
+        assert self.decay_logit is not None
+        return torch.sigmoid(CAUTION * self.decay_logit)
+
+    @property
     def has_events(self) -> Tensor:
         """(V + 1,) whether an item has a training event."""
         return self.counts > 0
@@ -192,9 +198,7 @@ class ItemBelief(TrainedPart):
         return self._neighbours
 
     def _latest(self, batch: Batch, at: Tensor) -> tuple[Tensor, Tensor]:
-        assert self.decay_logit is not None
-        rho = torch.sigmoid(CAUTION * self.decay_logit)
-        return latest_events(batch, at, rho, number=self.num_events, num_items=len(self.content) - 1)
+        return latest_events(batch, at, self.decay, number=self.num_events, num_items=len(self.content) - 1)
 
     def _apply(self, fn: Any, recurse: bool = True) -> ItemBelief:
         self._neighbours = None

@@ -354,12 +354,12 @@ class LayerPrecision(nn.Module):
         if self.mode == "running_mean":
             if not self.training:
                 return F.gelu(a), self.mean_jacobian.clone()
-            reduced = slope_product(a.detach()[::SAMPLED_ROWS], self._factors(w1, w2)[1])
+            reduced = slope_product(a.detach()[::SAMPLED_ROWS], self.slope_factors(w1, w2)[1])
             return F.gelu(a), self._remember(self._jacobian(reduced, w1, w2), context, every=SAMPLED_ROWS)
         if self.core.jacobian_detach:
-            hidden, reduced = F.gelu(a), slope_product(a, self._factors(w1, w2)[1])
+            hidden, reduced = F.gelu(a), slope_product(a, self.slope_factors(w1, w2)[1])
         else:
-            hidden, reduced = gelu_with_slope(a, self._factors(w1, w2)[1])
+            hidden, reduced = gelu_with_slope(a, self.slope_factors(w1, w2)[1])
         return hidden, self.take(self._jacobian(reduced, w1, w2), context)
 
     def take(self, jacobian: Tensor | None, context: SequenceContext) -> Tensor:
@@ -387,10 +387,10 @@ class LayerPrecision(nn.Module):
     @in_full_precision
     def _jacobian(self, reduced: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         """J from phi'(a) times the right factor."""
-        left, _ = self._factors(w1, w2)
+        left, _ = self.slope_factors(w1, w2)
         return reduced if left is None else reduced @ left.T
 
-    def _factors(self, w1: Tensor, w2: Tensor) -> tuple[Tensor | None, Tensor]:
+    def slope_factors(self, w1: Tensor, w2: Tensor) -> tuple[Tensor | None, Tensor]:
         """Left (D, r) and right (F, r) factor of C; without a left one, the right is all of C, (F, D).
 
         So under torch.func too: kept factors are of the weights this module has, not of those it is called with.

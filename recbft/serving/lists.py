@@ -23,10 +23,11 @@ from recbft.errors import UserError
 from recbft.evaluation.probability import Calibration
 from recbft.evaluation.top_k import TopK, top_k
 from recbft.evaluation.views import evaluation_mode
-from recbft.models.contract import ItemTable, SequenceModel, read_histories
+from recbft.models.contract import ItemTable, SequenceModel, UserStates, read_histories
 from recbft.serving.caps import Caps, Labels
 from recbft.serving.filters import Choice, Filters, IntArray, Pairs
 from recbft.serving.histories import Encoded, Histories, Users, column_of, encode
+from recbft.serving.served import Served
 from recbft.system.torch_state import threads_for
 
 HISTORIES_AT_ONCE = 4096
@@ -135,7 +136,7 @@ def recommend_lists(
     asked = Asked(k, bool(filter_seen), filters, shown, calibration, memory_mb, Caps.of(labels, cap))
     answers: list[Recommended] = []
     for rows in _portions(encoded, asked, len(vocabulary)):
-        found = _lists(model, encoded, rows, asked)
+        found = lists_of(model, encoded, rows, asked)
         items = vocabulary.ids[found.items - 1]  # padding too, which is cut off
         parts = zip(items.tolist(), found.scores.tolist(), found.probabilities.tolist(), found.lengths.tolist(),
                     found.precision.tolist(), found.fallback.tolist(), strict=True)  # fmt: skip
@@ -217,7 +218,7 @@ def blocks_of_lists(
     users = column_of(encoded.users)
     skipped: dict[Any, Any] = {"unknown_events": encoded.unknown_events, "skipped_users": encoded.skipped_users}
     for rows in _portions(encoded, asked, len(vocabulary)):
-        found = _lists(model, encoded, rows, asked)
+        found = lists_of(model, encoded, rows, asked)
         block = _frame(found, users.iloc[rows[0] : rows[-1] + 1], vocabulary)
         lengths = found.lengths
         if asked.popular is not None:
@@ -259,7 +260,7 @@ def _frame(found: Lists, users: pd.Series[Any], vocabulary: Vocabulary) -> pd.Da
     return lists
 
 
-def _lists(model: SequenceModel, encoded: Encoded, rows: IntArray, asked: Asked) -> Lists:
+def lists_of(model: SequenceModel, encoded: Encoded, rows: IntArray, asked: Asked) -> Lists:
     """The lists of some histories, neighbours in their order."""
     with torch.inference_mode(), evaluation_mode(model):  # not where the caller works with the lists
         table = model.item_table()
@@ -275,11 +276,10 @@ def _lists(model: SequenceModel, encoded: Encoded, rows: IntArray, asked: Asked)
 
 def _of_model(model: SequenceModel, table: ItemTable, encoded: Encoded, rows: IntArray, asked: Asked) -> Lists:
     states, precision = states_of(model, encoded, rows, table.weight.device)
-    filters = asked.filters.rows(rows)
-    left_out = filters.excluded
-    if asked.filter_seen:
-        left_out = Pairs(encoded.items, encoded.offsets).rows(rows).beside(left_out)
-    users = [encoded.users[row] for row in rows]
+    filters, seen, users = asked.filters, Pairs(encoded.items, encoded.offsets), encoded.users
+    if len(rows) < len(users):
+        filters, seen, users = filters.rows(rows), seen.rows(rows), [users[row] for row in rows]
+    left_out = seen.beside(filters.excluded) if asked.filter_seen else filters.excluded
     best = _best(states, table, left_out, filters, asked, calibration=asked.calibration, user_ids=users)
     nobody = np.zeros(len(rows), bool)
     return Lists(best.items, best.scores, best.probabilities, best.lengths, precision.cpu().numpy(), nobody)
@@ -348,11 +348,15 @@ def states_of(model: SequenceModel, encoded: Encoded, rows: IntArray, device: to
     items, start, stop, times = encoded.items, encoded.offsets[rows], encoded.offsets[rows + 1], encoded.times
     if model.same_for_all:  # an empty history too
         items, start, stop, times = np.ones(1, np.int64), np.zeros_like(rows), np.ones_like(rows), None
-    states, precisions = [], []
-    for batch in read_histories(model, items, start, stop, times=times, source="the list of histories"):
-        state, precision = model.user_states(batch.to(device))
-        states.append(state)
-        precisions.append(torch.full_like(state[:, 0], float("nan")) if precision is None else precision)
+    found: list[UserStates] = []
+    if len(rows) == 1 and isinstance(model, Served):
+        own = slice(start[0], stop[0])
+        found = model.states_of_one(items[own], None if times is None else times[own])
+    if not found:
+        batches = read_histories(model, items, start, stop, times=times, source="the list of histories")
+        found = [model.user_states(batch.to(device)) for batch in batches]
+    states = [one.state for one in found]
+    precisions = [x.state.new_full((len(x.state),), np.nan) if x.precision is None else x.precision for x in found]
     return torch.cat(states), torch.cat(precisions)
 
 
