@@ -52,7 +52,7 @@ try_wandb() { train --name run --set trackers=wandb && ls wandb/offline-run-*/*.
 try_report() {
   recbft compare -d events.csv --arms matched,bft --seeds 0-1 -j 1 --out compared --set data.user=who --set data.item=what \
     --set data.time=when --set epochs=1 --set hidden_size=8 --set device=cpu >compare.txt &&
-    recbft report compared --format html,svg >report.txt && ls compared/report/*.svg
+    recbft report compared --format html,svg >report.txt && [ -n "$(find compared/report -name "*.svg")" ]
 }
 try_tune() {
   recbft tune -d events.csv --space learning_rate=1e-3,1e-2 --trials 2 --seeds 0 -j 1 --out tuned --set data.user=who \
@@ -64,7 +64,7 @@ try_serve() {
   local pid=$! ok=1
   for _ in $(seq 60); do
     sleep 1
-    python -c "from urllib.request import urlopen as get; print(get('http://127.0.0.1:18765/healthz').read(), len(get('http://127.0.0.1:18765/openapi.yaml').read()))" && ok=0 && break
+    python -c "from urllib.request import urlopen as get; print(get('http://127.0.0.1:18765/healthz').read(), len(get('http://127.0.0.1:18765/openapi.json').read()))" && ok=0 && break
   done 2>/dev/null
   kill $pid && wait $pid
   [ $ok = 0 ] || { cat serve.log; return 1; }
