@@ -38,6 +38,7 @@ from recbft.mixers import Observation
 from recbft.mixers.attention import SoftmaxAttention
 from recbft.mixers.interface import by_head, joined, projected
 from recbft.mixers.pointwise import BUCKET_WIDTH, NUM_BUCKETS, PointwiseAttention
+from recbft.mixers.value_unit import ValueUnit, unit_of
 from recbft.models.backbone import Backbone
 from recbft.models.block import Block
 from recbft.models.contract import UserStates
@@ -294,6 +295,11 @@ class _Layer(nn.Module):
         return _linear(self.outer, F.relu(a) if self.relu else F.gelu(a))
 
 
+def _unit(unit: ValueUnit | None) -> float:
+    """d of (2.15), 1 where values are told as they are; a mixer without an estimator has none."""
+    return 1.0 if unit is None else float(unit_of(unit.variance))
+
+
 class _SoftmaxReader(nn.Module):
     """``SoftmaxAttention``."""
 
@@ -301,6 +307,7 @@ class _SoftmaxReader(nn.Module):
         super().__init__()
         self.n_heads, self.ramp, self.estimator, self.out = mixer.n_heads, ramp, mixer.estimator, mixer.out
         self.cap, self.prior_dof, self.prior_variance = mixer.lam_max, mixer.prior_dof, mixer.prior_variance
+        self.unit = _unit(mixer.unit)
         self.query = _scaled(mixer.query, math.sqrt(mixer.n_heads / mixer.query.out_features))
         self.key_value = _beside(mixer.key, mixer.value)
         decay = mixer.decay_logit
@@ -310,6 +317,7 @@ class _SoftmaxReader(nn.Module):
         """Arguments as those of ``Mixer.forward``."""
         q = by_head(_linear(self.query, reading.take(x)), self.n_heads)
         k, v = by_head(_linear(self.key_value, source), 2 * self.n_heads).chunk(2, dim=1)
+        v = v / self.unit  # (2.15)
         bias = reading.mask
         if self.log_decay is not None:
             bias = torch.add(bias, reading.distance, alpha=self.log_decay)
@@ -325,7 +333,8 @@ class _SoftmaxReader(nn.Module):
         u = v - centre
         first, second = (weights @ torch.cat([u, u.square()], dim=-1)).chunk(2, dim=-1)
         precision = self._estimate(weights, u, first, second, lam, reading)
-        return projected(Observation(centre + first, precision.expand_as(first)).each(joined), self.out, cap=self.cap)
+        found = Observation((centre + first) * self.unit, precision.expand_as(first))
+        return projected(found.each(joined), self.out, cap=self.cap)
 
     def _estimate(
         self, weights: Tensor, u: Tensor, first: Tensor, second: Tensor, lam: Tensor | None, reading: _Reading
@@ -360,6 +369,7 @@ class _PointwiseReader(nn.Module):
         super().__init__()
         self.n_heads, self.length, self.ramp, self.estimator = mixer.n_heads, mixer.length, ramp, mixer.estimator
         self.cap, self.centre, self.norm, self.out = mixer.lam_max, mixer.centre, mixer.norm, mixer.out
+        self.unit = _unit(mixer.unit)
         self.gate_query, self.key_value = _beside(mixer.gate, mixer.query), _beside(mixer.key, mixer.value)
         lag_bias = mixer.position_table[:, 0].detach()
         if mixer.decay_logit is not None:
@@ -383,8 +393,10 @@ class _PointwiseReader(nn.Module):
         precision = None
         if self.estimator is not None:
             squares = weights.square()
-            sums = weights.sum(dim=-1), squares.sum(dim=-1), squares @ v, squares @ v.square()
-            precision = joined(sandwich_precision_ref(SiluMoments(mean, *sums), cap=self.cap, centre=self.centre))
+            u = v / self.unit  # (2.15)
+            sums = weights.sum(dim=-1), squares.sum(dim=-1), squares @ u, squares @ u.square()
+            moments = SiluMoments(mean / self.unit, *sums)
+            precision = joined(sandwich_precision_ref(moments, cap=self.cap, centre=self.centre))
         innovation = _normed(self.norm, joined(mean)) * gate
         return projected(Observation(innovation, precision), self.out, cap=self.cap)  # (8.4)
 
