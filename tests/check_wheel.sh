@@ -69,6 +69,17 @@ try_serve() {
   kill $pid && wait $pid
   [ $ok = 0 ] || { cat serve.log; return 1; }
 }
+try_export() { train --name run && recbft export runs/run --format onnx --out exported && ls exported/encoder.onnx; }
+try_ann() { train --name run && recbft export runs/run --format torch --index faiss --out exported && ls exported/index.faiss; }
+try_transformers() {
+  python - <<'END'
+from transformers import LlamaConfig, LlamaForCausalLM
+from recbft.pretrained import track_precision
+
+sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+track_precision(LlamaForCausalLM(LlamaConfig(**sizes))).save_pretrained("tracked")
+END
+}
 try_recbole() {
   python - <<'END'
 import recbft.recbole
