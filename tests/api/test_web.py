@@ -127,7 +127,8 @@ def test_another_run_is_taken_up_while_requests_come(two_runs, link, monkeypatch
             seen.append(client.post("/recommend", content=b'{"histories": [[]]}').json()["run"])
             assert len(seen) < 100_000
         assert seen[-1] == "run1" and set(seen[:-1]) <= {"run0"}
-        assert 'recbft_reloads_total{outcome="loaded"} 1.0' in client.get("/metrics").text
+        counted = 'recbft_reloads_total{outcome="loaded"} 1.0'  # a moment after the first answer
+        assert any(counted in client.get("/metrics").text for _ in range(1000))
 
 
 def test_the_description_is_of_what_is_there(client, service):

@@ -244,7 +244,7 @@ def test_a_saved_comparison_gives_its_own_figures_and_command(comparison, tmp_pa
     made = {"command": "recbft compare --out OUT RUN_DIR...", "commit": "abc"}
     saved = write_comparison(comparison, tmp_path / "out", made=made, metrics=("hr@5",))
     report = make_report(load_comparison(tmp_path / "out"), draw=False)
-    assert "HR@5" in report.answer[0].evidence and "in its top five" in report.answer[0].sentence
+    assert "HR@5" in report.answer[0].evidence and "top five" in report.answer[0].sentence
     levels = section_of(report, "metrics").tables[0]
     assert levels.rows[0][2][0] == saved["arms"]["matched"]["metrics"]["unfiltered"]["hr@5"]["mean"]
     assert section_of(report, "commands").commands[0] == made["command"]
