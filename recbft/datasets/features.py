@@ -333,8 +333,8 @@ def _id_column(named: Mapping[str, str], item: str | None, columns: Sequence[str
     if not found:
         wanted = " or ".join(dict.fromkeys(repr(column) for column in (item or USUAL_ITEM, USUAL_ITEM)))
         raise UserError(
-            f"{source}: no column {wanted} with the item ids; mark it with the kind id (COLUMN=id); columns are "
-            f"{', '.join(columns)}"
+            f"{source}: no column {wanted} with the item ids; mark it with the kind id: item_kinds={{'COLUMN': 'id'}} "
+            f"in Python, --item-kind COLUMN=id in a shell; columns are {', '.join(columns)}"
         )
     return found[0]
 
