@@ -15,7 +15,7 @@ OtherData = Annotated[
     str | None, typer.Option("-d", "--dataset", help="Other data with the same items; that of the run if left out.")
 ]
 Model = Annotated[str | None, typer.Option("-m", "--model", help="One of `recbft models`; sasrec if left out.")]
-Arm = Annotated[str | None, typer.Option(help="published, matched or bft (the default).")]
+Arm = Annotated[str | None, typer.Option(help="published, matched, matched+recency or bft (the default).")]
 DatasetName = Annotated[
     str | None, typer.Option("-d", "--dataset", help="A name of `recbft data list`, or a file; ml-100k if left out.")
 ]

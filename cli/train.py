@@ -65,7 +65,7 @@ def train(
         ),
     ] = None,
     arm: Annotated[
-        str | None, typer.Option(help="published, matched or bft (the default); `recbft models` says what they are.")
+        str | None, typer.Option(help="published, matched, matched+recency or bft (the default): `recbft models`.")
     ] = None,
     mixer: Annotated[str | None, typer.Option(help="What moves information along a history: `recbft models`.")] = None,
     update: Annotated[

@@ -225,7 +225,7 @@ class Recommender:
         Args:
             items: features, with the columns of those in training: a frame or a file, a row per item. Items that the
                 model knows stay as they are.
-            item: the column with the item ids, if it is not ``item_id``.
+            item: the column with the item ids, if it is neither that of those in training nor ``item_id``.
             events: raw id -> how many events a new item has had so far; 0 unless given. Nothing was learned of them,
                 but they tell how surely the item is none of those that nobody chooses.
 

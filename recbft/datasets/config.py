@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -124,6 +125,7 @@ class DataConfig:
                 raise
             role = error.column.removesuffix("_id")
             said = f"{role}='NAME' in Python, --{role} NAME or --set {role}=NAME in a shell"
+            said += f" (`recbft data look {shlex.quote(str(self.dataset))}` guesses all of them)"
             raise UserError(f"{error}; name the column as {role}: {said}") from None
         return self.split_as_asked(made)
 

@@ -99,10 +99,13 @@ class ItemContent:
         blocks: column -> its transform.
         config: what it was fitted with.
         separators: at which texts of sets are cut, where a table has texts.
+        id_column: which held the item ids.
     """
 
-    def __init__(self, blocks: dict[str, Block], config: ContentConfig, separators: dict[str, str]) -> None:
-        self.blocks, self.config, self.separators = blocks, config, separators
+    def __init__(
+        self, blocks: dict[str, Block], config: ContentConfig, separators: dict[str, str], id_column: str | None
+    ) -> None:
+        self.blocks, self.config, self.separators, self.id_column = blocks, config, separators, id_column
 
     @classmethod
     def fit(
@@ -134,7 +137,7 @@ class ItemContent:
             if block.kind == "vector":
                 block.arrays["length"] = np.array([longest or 1], np.float32)
         separators = {name: mark for name, mark in features.separators.items() if name in blocks}
-        return cls(blocks, config, separators)
+        return cls(blocks, config, separators, features.id_column)
 
     @property
     def width(self) -> int:
@@ -174,10 +177,10 @@ class ItemContent:
 
         Args:
             given: a frame, a file or several, or features.
-            item: the column with the item ids, if it is not ``item_id``.
+            item: the column with the item ids, if it is neither that of the fitted features nor ``item_id``.
         """
         kinds = {name: self._named(name) for name in self.blocks}
-        return ItemFeatures.of(given, item=item, kinds=kinds, just=True)
+        return ItemFeatures.of(given, item=item or self.id_column, kinds=kinds, just=True)
 
     def _named(self, name: str) -> str:
         kind = self.blocks[name].kind
@@ -192,6 +195,7 @@ class ItemContent:
         }
         words = {
             "config": to_dict(self.config),
+            "id_column": self.id_column,
             "columns": [
                 {"name": name, "kind": block.kind, "separator": self.separators.get(name), "terms": block.terms}
                 for name, block in self.blocks.items()
@@ -216,7 +220,7 @@ class ItemContent:
                 blocks[column["name"]] = Block(column["kind"], column["terms"], own)
                 assert blocks[column["name"]].num_columns > 0 and len(column["terms"]) >= len(own.get("idf", ()))
             separators = {c["name"]: c["separator"] for c in words["columns"] if c["separator"] is not None}
-            return cls(blocks, from_dict(ContentConfig, words["config"]), separators)
+            return cls(blocks, from_dict(ContentConfig, words["config"]), separators, words.get("id_column"))
         except (OSError, ValueError, KeyError, TypeError, AssertionError, SafetensorError) as error:
             raise UserError(
                 f"{folder}: the transform of item features ({WORDS_FILE}, {ARRAYS_FILE}) cannot be read: {error}; "

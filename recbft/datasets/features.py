@@ -78,6 +78,7 @@ class ItemFeatures:
     source: str = "items"
     files: tuple[str, ...] = ()  # that it was read from; none of a frame
     named: dict[str, str] = field(default_factory=dict)  # the kinds that were asked for, column -> kind
+    id_column: str = USUAL_ITEM  # the column that held ``ids``
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -124,7 +125,7 @@ class ItemFeatures:
         """
         table = as_table(frame, None, source)
         named = _named(kinds, [*table.column_names, *(vectors or {})], source, just)
-        id_column = _id_column(named, item, table.column_names, source)
+        id_column = _id_column(named, item, table.column_names, source, just)
         check_columns(table.column_names, [id_column], source)
         ids = _distinct_ids(flat(table, id_column), id_column, source)
         columns: dict[str, Any] = {}
@@ -147,7 +148,15 @@ class ItemFeatures:
             raise UserError(
                 f"{source}: there is no column beside the item ids, {id_column!r}; give columns of features"
             )
-        return cls(ids=ids, table=pa.table(columns), kinds=found, separators=separators, source=source, named=named)
+        return cls(
+            ids=ids,
+            table=pa.table(columns),
+            kinds=found,
+            separators=separators,
+            source=source,
+            named=named,
+            id_column=id_column,
+        )
 
     @classmethod
     def read(
@@ -180,7 +189,7 @@ class ItemFeatures:
         typed = {name: _TYPED_HEADER.get(kind, "category") for name, kind in column_types(path).items()}
         names = [name for name in column_names(path) if name]
         named = _named(kinds, [*names, *(other.stem for other in paths if other != path)], str(path), just)
-        id_column = _id_column(named, item, names, str(path))
+        id_column = _id_column(named, item, names, str(path), just)
         others = {other.stem: other for other in paths if other != path}
         skipped = {
             id_column, *(name for name in (*names, *others) if named.get(name, "skip" if just else "") == "skip")
@@ -324,7 +333,7 @@ def _named(kinds: Mapping[str, str] | None, columns: Sequence[str], source: str,
     return named
 
 
-def _id_column(named: Mapping[str, str], item: str | None, columns: Sequence[str], source: str) -> str:
+def _id_column(named: Mapping[str, str], item: str | None, columns: Sequence[str], source: str, just: bool) -> str:
     """The column with the item ids: the one marked so, else that of the events, else the usual one."""
     marked = [column for column, kind in named.items() if kind == "id"]
     if len(marked) > 1:
@@ -332,8 +341,9 @@ def _id_column(named: Mapping[str, str], item: str | None, columns: Sequence[str
     found = marked or [column for column in (item or USUAL_ITEM, USUAL_ITEM) if column in columns]
     if not found:
         wanted = " or ".join(dict.fromkeys(repr(column) for column in (item or USUAL_ITEM, USUAL_ITEM)))
+        mark = "mark it with the kind id: item_kinds={'COLUMN': 'id'} in Python, --item-kind COLUMN=id in a shell"
         raise UserError(
-            f"{source}: no column {wanted} with the item ids; mark it with the kind id (COLUMN=id); columns are "
+            f"{source}: no column {wanted} with the item ids; {'rename it' if just else mark}; columns are "
             f"{', '.join(columns)}"
         )
     return found[0]

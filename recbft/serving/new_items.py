@@ -46,7 +46,7 @@ def with_items(
     Args:
         folder: that of the transform of the run's features.
         given: a frame, a file or several, or features.
-        item: the column with the item ids, if it is not ``item_id``.
+        item: the column with the item ids, if it is neither that of the features in training nor ``item_id``.
         events: raw id -> how many events a new item has had so far; 0 unless given.
 
     Raises:

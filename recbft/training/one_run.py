@@ -29,7 +29,7 @@ from recbft.training.optimiser import idle_settings
 from recbft.training.process_settings import memory_explained, run_settings
 from recbft.training.process_team import ALONE, Team, departure_explained, join_team
 from recbft.training.progress import Progress, Silent
-from recbft.training.run_config import RunConfig
+from recbft.training.run_config import RECENCY, RunConfig
 from recbft.training.session import Session
 from recbft.training.trackers import check_trackers
 
@@ -37,9 +37,11 @@ from recbft.training.trackers import check_trackers
 def run_name(config: RunConfig, dataset_name: str) -> str:
     """The folder a run gets inside ``--out``; a file may call its data by what would lead out of there."""
     usual = next(iter(MODELS[config.model].mixers), None)
+    plain = MODELS[config.model].arms[config.arm].get("recency_decay", True)
+    recency = RECENCY if not plain and config.backbone.recency_decay else ""
     mixer = "" if config.mixer == usual else f"-{config.mixer}"
     data = re.sub(r"[/\x00-\x1f\x7f-\x9f]", "_", dataset_name)
-    return f"{config.model}-{config.arm}{mixer}-{data}-seed{config.seed}"
+    return f"{config.model}-{config.arm}{recency}{mixer}-{data}-seed{config.seed}"
 
 
 def train(

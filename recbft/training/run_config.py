@@ -44,6 +44,7 @@ from recbft.training.controllers import ControllersConfig
 
 DEFAULT_MODEL = "sasrec"
 DEFAULT_ARM = "bft"  # where the model has it, else the model's first arm
+RECENCY = "+recency"  # after an arm without the recency decay: the same with it
 
 _TOP = ("model", "arm", "seed", "mixer")
 _PLACES = ("dataset", "data_root")  # names of files and folders, which may be called anything
@@ -228,8 +229,10 @@ def run_config_of(
     content: Mapping[str, Any], file: Path | str | None, settings: Iterable[str] = (), named: Mapping[str, Any] = {}
 ) -> RunConfig:
     """``load_run_config`` where the content of the file has been read already."""
-    named = dict(named)
-    layers: list[tuple[str, Mapping[str, Any]]] = [("", dict([parse_setting(text)])) for text in settings]
+    content, named = _recency_apart(content), _recency_apart(named)
+    layers: list[tuple[str, Mapping[str, Any]]] = [
+        ("", _recency_apart(dict([parse_setting(text)]))) for text in settings
+    ]
     for key in _PLACES:
         if isinstance(named.get(key), (str, Path)):
             named[key] = Verbatim(str(named[key]))
@@ -287,6 +290,14 @@ def _model_and_mixer(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[s
     if mixer not in mixers:
         raise UserError(f"mixer {mixer!r} does not go with model {model!r}; choose one of {', '.join(mixers)}")
     return model, mixer
+
+
+def _recency_apart(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """A layer whose arm ``NAME+recency``, as comparisons call it, is written as the arm and its setting."""
+    arm = layer.get("arm")
+    if not isinstance(arm, str) or not arm.endswith(RECENCY):
+        return dict(layer)
+    return {**layer, "arm": arm.removesuffix(RECENCY), "recency_decay": True}
 
 
 def _bare_names(layer: Mapping[str, Any]) -> Iterator[str]:

@@ -150,6 +150,21 @@ def test_new_items_are_cut_at_the_same_separator_and_files_read_alike(tmp_path):
         content.read(frame.rename(columns={"genres": "genre"}))
 
 
+def test_new_items_have_their_ids_in_the_column_of_those_in_training(tmp_path):
+    frame = pd.DataFrame({"movieId": [1, 2, 3], "title": ["a", "b b", "a b"]})
+    fitted(ItemFeatures.from_frame(frame, kinds={"movieId": "id", "title": "words"})).save(tmp_path)
+    again = ItemContent.load(tmp_path)
+    for column in ("movieId", "item_id"):
+        assert again.read(frame.rename(columns={"movieId": column})).ids.tolist() == [1, 2, 3]
+    assert again.read(frame.rename(columns={"movieId": "sku"}), item="sku").ids.tolist() == [1, 2, 3]
+    with pytest.raises(UserError, match="no column 'movieId' or 'item_id' with the item ids; rename it; columns are"):
+        again.read(frame.rename(columns={"movieId": "sku"}))
+    words = json.loads((tmp_path / "items.json").read_text())
+    del words["id_column"]  # as of a run before this was written down
+    (tmp_path / "items.json").write_text(json.dumps(words))
+    assert len(ItemContent.load(tmp_path).read(frame.rename(columns={"movieId": "item_id"}))) == 3
+
+
 def test_what_does_not_fit_the_transform_is_refused(tmp_path):
     content = fitted(features_of(vector=[[1.0, 2.0], [2.0, 1.0], [0.0, 1.0]]))
     with pytest.raises(UserError, match="vectors 'vector' hold 3 numbers, and those it was fitted on 2"):

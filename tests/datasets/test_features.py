@@ -284,7 +284,7 @@ def test_what_cannot_be_read_is_refused(changes, kinds, message):
 
 def test_tables_that_are_none_of_items_are_refused(tmp_path):
     with pytest.raises(
-        UserError, match=r"no column 'movieId' or 'item_id' with the item ids; mark it with the kind id"
+        UserError, match=r"no column 'movieId' or 'item_id' with the item ids; .* --item-kind COLUMN=id in a shell"
     ):
         ItemFeatures.from_frame(movies().rename(columns={"item_id": "x"}), item="movieId")
     with pytest.raises(UserError, match="there is no column beside the item ids, 'item_id'"):

@@ -484,5 +484,6 @@ def test_a_caller_who_only_warns_of_what_is_not_deterministic_still_only_warns(d
 @pytest.mark.parametrize("name", ["x/../../../ours", "/etc", "two\nlines", "\x1b[31mred\x00"])
 def test_the_run_s_name_is_that_of_one_folder_whatever_a_file_calls_its_data(name, tmp_path):
     assert one_run.run_name(config("matched", seed=7), "ml-1m") == "sasrec-matched-ml-1m-seed7"
+    assert one_run.run_name(config("matched+recency"), "a") == "sasrec-matched+recency-a-seed0"
     made = one_run.run_name(config("matched", seed=7), name)
     assert (tmp_path / made).parent == tmp_path and Path(made).name == made and made.isprintable()

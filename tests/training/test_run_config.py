@@ -168,6 +168,16 @@ def test_arms_differ_in_nothing_but_their_presets():
     )
 
 
+def test_an_arm_is_named_with_its_recency_decay_as_comparisons_name_it(tmp_path):
+    wanted = load_run_config(arm="matched", recency_decay=True)
+    (tmp_path / "mine.yaml").write_text("arm: matched+recency\n")
+    assert wanted.backbone.recency_decay and not load_run_config(arm="matched").backbone.recency_decay
+    assert load_run_config(arm="matched+recency") == wanted == load_run_config(tmp_path / "mine.yaml")
+    assert load_run_config(None, ["arm=matched+recency"]) == wanted
+    (tmp_path / "bft.yaml").write_text(load_run_config().to_yaml())
+    assert load_run_config(tmp_path / "bft.yaml", arm="matched+recency") == wanted
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
