@@ -263,10 +263,11 @@ class Session:
         if not (self.team.leads and isinstance(self.model, Backbone) and self.model.core is not None):
             return
         if layers := saturated_layers(self.model, self.dataset):
+            named = "layer " + str(layers[0]) if len(layers) == 1 else "layers " + " and ".join(map(str, layers))
             warnings.warn(
-                f"more than a fifth of the observation precisions of layer {' and '.join(map(str, layers))} stand at "
-                f"core.lam_max {self.model.core.lam_max:g}, with no gradient and no difference between tokens; "
-                "`recbft probe` gives the shares, and core.prior_variance and core.lam_max move them",
+                f"in {named}, more than a fifth of the observation precisions are the largest allowed "
+                f"(core.lam_max {self.model.core.lam_max:g}), and tell no events apart; core.prior_variance=running "
+                "avoids that, and `recbft probe` shows the shares",
                 stacklevel=2,
             )
 
