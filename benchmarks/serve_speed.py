@@ -52,15 +52,16 @@ def histories_of(recommender: Recommender) -> list[list[Any]]:
     return [data.decode(data.items[bounds[u] : bounds[u + 1] - 2]).tolist() for u in order]
 
 
-def measure(served: Sequence[Served], users: int, calls: int) -> list[list[float]]:
-    """Seconds of each call, by run; every call asks for other users, as far as there are."""
+def measure(served: Sequence[Served], users: int, calls: int, *, lists: bool) -> list[list[float]]:
+    """Seconds of each call, by run, for plain lists or frames; every call asks for other users, as far as there are."""
     found: list[list[float]] = [[] for _ in served]
     for call in range(-2, calls):  # two rounds to warm up
         for (recommender, histories), seconds in zip(served, found, strict=True):
             first = call * users % max(1, len(histories) - users)
             batch = histories[first : first + users]
+            ask = recommender.recommend_lists if lists else recommender.recommend
             began = time.perf_counter()
-            recommender.recommend(batch, K)
+            ask(batch, K)
             if call >= 0:
                 seconds.append(time.perf_counter() - began)
     return found
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     print("\n".join(machine.lines(made)), flush=True)
     served, results = zip(*(opened(Path(run), options.data_root) for run in options.runs), strict=True)
     for users in options.users:
-        for result, seconds in zip(results, measure(served, users, options.calls), strict=True):
+        for result, seconds in zip(results, measure(served, users, options.calls, lists=options.lists), strict=True):
             middle, worst = np.quantile(seconds, [0.5, 0.99])
             result[f"users_{users}"] = {"median_ms": 1e3 * middle, "p99_ms": 1e3 * worst, "calls": len(seconds)}
     head = ["run", "load, ms", *(f"{users} user{'s' * (users > 1)}, ms (99 %)" for users in options.users)]
@@ -98,6 +99,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options.add_argument("--data-root", metavar="DIR", help="folder that data sets lie in")
     options.add_argument("--users", type=count, nargs="+", default=[1, 10, 1000], metavar="N", help="asked for at once")
     options.add_argument("--calls", type=count, default=50, help="of each size and run")
+    options.add_argument("--lists", action="store_true", help="ask for plain lists, as a service does")
     options.add_argument("--threads", type=count, default=1)
     return parse(options, arguments)
 
