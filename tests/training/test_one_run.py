@@ -279,7 +279,7 @@ def test_a_run_whose_observation_precisions_stand_at_the_cap_says_so_once(datase
         one_run.train(config(lam_max=lam_max, epochs=1), tmp_path / "run", dataset=dataset)
     said = [str(one.message) for one in told if "observation precisions" in str(one.message)]
     assert len(said) == (layers is not None)
-    assert all(f"of layer {layers} stand at core.lam_max {lam_max:g}" in line for line in said)
+    assert all(f"in layers {layers}," in line and f"(core.lam_max {lam_max:g})" in line for line in said)
 
 
 def test_an_interrupt_within_the_first_epoch_leaves_a_run_that_goes_on(dataset, tmp_path):
