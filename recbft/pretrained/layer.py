@@ -133,7 +133,7 @@ class PrecisionLayer(nn.Module):
         attention = layer.self_attn
         D, K = attention.o_proj.out_features, attention.head_dim
         self.prior: dict[str, Any] = {
-            "prior_scale": 1 / K if core.prior_variance is None else core.prior_variance,
+            "prior_scale": 1 / K if core.fixed_variance is None else core.fixed_variance,
             "prior_dof": core.prior_dof,
             "cap": core.lam_max,
         }

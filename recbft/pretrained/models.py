@@ -44,6 +44,8 @@ class PretrainedPrecision:
         check_choice("core.jacobian", self.core.jacobian, ("exact", "running_mean", "off"))
         check_choice("core.jacobian_in_evaluation", self.core.jacobian_in_evaluation, ("exact", "running_mean", "off"))
         check_range("warmup", self.warmup, at_least=0)
+        if self.core.is_running:
+            raise UserError("core.prior_variance running is for models of recbft; give a number, or leave it out")
 
 
 class PrecisionTracked:

@@ -233,6 +233,8 @@ def test_what_is_not_supported_is_refused_with_what_is(plain, tiny):
         track_precision(plain(), CoreConfig(estimator="delta", initial="hybrid"))
     with pytest.raises(UserError, match=r"core.initial is 'count'; choose one of hybrid, uniform"):
         track_precision(plain(), CoreConfig())
+    with pytest.raises(UserError, match=r"core.prior_variance running is for models of recbft; give a number"):
+        track_precision(plain(), CoreConfig(initial="hybrid", jacobian="exact", prior_variance="running"))
     with pytest.raises(ValueError, match=r"does not support (gradient|activation) checkpointing"):
         tiny().gradient_checkpointing_enable()
     model = tiny()
