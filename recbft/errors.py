@@ -19,6 +19,15 @@ def shortened(message: str) -> str:
     return f"{message[: LONGEST // 2]} [...] {message[-LONGEST // 4 :]}" if len(message) > LONGEST else message
 
 
+def shown(value: object) -> str:
+    """A value of any kind as a message shows it: on one line, and its beginning if it is long.
+
+    >>> shown({"histories": "a"})
+    "{'histories': 'a'}"
+    """
+    return " ".join(repr(value).split())[:60]
+
+
 def visible(text: str) -> str:
     """A text whose signs for a terminal, as the data of somebody else may hold, are spelt out; lines stay lines.
 

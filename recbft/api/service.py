@@ -20,7 +20,7 @@ import pandas as pd
 from recbft.api.recommender import Recommender
 from recbft.config.fields import is_whole
 from recbft.datasets.events import USUAL_TIME
-from recbft.errors import UserError, did_you_mean
+from recbft.errors import UserError, did_you_mean, shown
 from recbft.runs.folder import RunFolder
 from recbft.serving.histories import as_list
 from recbft.serving.lists import Recommended, check_k
@@ -130,7 +130,7 @@ class Service:
             raise UserError(f"the request has no histories; give lists of item ids by user, {_EXAMPLE}")
         histories, times = asked.pop("histories"), asked.pop("times", None)
         if not isinstance(histories, (dict, list)):
-            raise UserError(f"histories is {_shown(histories)}; give lists of item ids by user, {_EXAMPLE}")
+            raise UserError(f"histories is {shown(histories)}; give lists of item ids by user, {_EXAMPLE}")
         if len(histories) > self.limits.users:
             raise UserError(
                 f"the request has {len(histories):,} users, and this service takes {self.limits.users:,} at once; "
@@ -194,7 +194,7 @@ def _with_times(users: Sequence[Any], histories: Any, times: Any) -> Any:
             raise UserError(f"user {user!r} has {len(items)} items and {len(own)} times; give a time for each item")
         for time in own:
             if not (is_whole(time) and -(2**63) <= time < 2**63):
-                raise UserError(f"a time of user {user!r} is {_shown(time)}; give whole numbers of 64 bits")
+                raise UserError(f"a time of user {user!r} is {shown(time)}; give whole numbers of 64 bits")
         rows += [(user, *event) for event in zip(items, own, strict=True)] or [(user, None, None)]
     known = [time for _, _, time in rows if time is not None]
     if not known:
@@ -207,7 +207,3 @@ def _with_times(users: Sequence[Any], histories: Any, times: Any) -> Any:
 
 def _as_json(user: Any, answer: Recommended) -> dict[str, Any]:
     return {"user": user, **answer._asdict()}
-
-
-def _shown(value: Any) -> str:
-    return " ".join(repr(value).split())[:60]

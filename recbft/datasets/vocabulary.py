@@ -16,7 +16,7 @@ from pandas.api.extensions import ExtensionArray
 from pandas.api.types import infer_dtype, is_numeric_dtype, is_string_dtype
 
 from recbft.datasets.events import largest_exact
-from recbft.errors import UserError
+from recbft.errors import UserError, shown
 
 
 class Vocabulary:
@@ -123,8 +123,7 @@ def canonical_text(value: Any, name: str = "an item id") -> str | None:
         return str(value)
     value = value.as_py() if hasattr(value, "as_py") else value  # of arrow
     if hasattr(value, "__len__") and not isinstance(value, str):
-        shown = " ".join(repr(value).split())[:60]
-        raise UserError(f"{name} is {shown}; give ids that are whole numbers or text, one per event")
+        raise UserError(f"{name} is {shown(value)}; give ids that are whole numbers or text, one per event")
     if value is None or value is pd.NA or value != value:
         return None
     if isinstance(value, (float, np.floating)) and float(value).is_integer():

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from recbft.config.fields import is_whole
 from recbft.datasets.columns import is_list
 from recbft.datasets.features import ItemFeatures
-from recbft.errors import UserError, did_you_mean
+from recbft.errors import UserError, did_you_mean, shown
 from recbft.evaluation.top_k import TopK
 
 IntArray = NDArray[np.int64]
@@ -92,7 +92,7 @@ class Caps(NamedTuple):
         if cap is None:
             return None
         if not isinstance(cap, Mapping):
-            raise UserError(f"cap is {_shown(cap)}; give a mapping from features to numbers, such as {{'category': 3}}")
+            raise UserError(f"cap is {shown(cap)}; give a mapping from features to numbers, such as {{'category': 3}}")
         known = [] if labels is None else labels.names
         for name, most in cap.items():
             if not known:
@@ -103,7 +103,7 @@ class Caps(NamedTuple):
             if name not in known:
                 raise UserError(f"cap names {name!r}; {did_you_mean(str(name), known, listed_as='this run has')}")
             if not (is_whole(most) and most >= 1):
-                raise UserError(f"cap of {name!r} is {_shown(most)}; give a whole number of at least 1")
+                raise UserError(f"cap of {name!r} is {shown(most)}; give a whole number of at least 1")
         if labels is None or not cap:
             return None
         return cls(tuple(labels.values(name) for name in cap), tuple(int(most) for most in cap.values()))
@@ -156,7 +156,3 @@ class Caps(NamedTuple):
             if not again:
                 return made
             rows, length = np.array(again), min(num_items, LOOKED_AT * length)
-
-
-def _shown(value: Any) -> str:
-    return " ".join(repr(value).split())[:60]

@@ -23,7 +23,7 @@ from recbft.datasets.loading import CardFile, by_session, read_events
 from recbft.datasets.prepare import Preparation, kept_rows
 from recbft.datasets.row_order import time_columns, warn_if_out_of_order
 from recbft.datasets.vocabulary import Vocabulary, canonical_text, shown_id
-from recbft.errors import ColdStartError, UserError
+from recbft.errors import ColdStartError, UserError, shown
 
 Histories = Mapping[Any, Sequence[Any]] | Iterable[Sequence[Any]] | pd.Series | pd.DataFrame
 
@@ -173,8 +173,7 @@ def as_list(
     other = (str, bytes, bytearray, *((set, frozenset, Mapping) if ordered else ()))
     single = getattr(value, "ndim", 1) == 0  # which says that it can be looped over, and cannot
     if not isinstance(value, Iterable) or isinstance(value, other) or hasattr(value, "columns") or single:
-        shown = " ".join(repr(value).split())[:60]
-        raise UserError(f"{what} {shown} ({type(value).__name__}); give {wanted}")
+        raise UserError(f"{what} {shown(value)} ({type(value).__name__}); give {wanted}")
     return list(value)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from recbft.config.fields import is_whole
 from recbft.datasets.vocabulary import Vocabulary
-from recbft.errors import UserError
+from recbft.errors import UserError, shown
 from recbft.evaluation.probability import Calibration
 from recbft.evaluation.top_k import TopK, top_k
 from recbft.evaluation.views import evaluation_mode
@@ -197,8 +197,7 @@ def check_asked(model: SequenceModel, k: Any) -> None:
 def check_filter_seen(filter_seen: Any) -> None:
     """UserError for what is neither True nor False: the text "false" of a request would count as True."""
     if not isinstance(filter_seen, (bool, np.bool_)):
-        shown = " ".join(repr(filter_seen).split())[:60]
-        raise UserError(f"filter_seen is {shown}; give True (lists leave out what the user has) or False")
+        raise UserError(f"filter_seen is {shown(filter_seen)}; give True (lists leave out what the user has) or False")
 
 
 def _check_fallback(fallback: Any, popular: Tensor | None) -> Tensor | None:
