@@ -40,14 +40,13 @@ class TrainedRun(NamedTuple):
 
     run: RunFolder
     config: RunConfig
-    model: Any  # a module that is a ``SequenceModel``
+    served: Served  # the model, as it answers requests
     vocabulary: Vocabulary
     counts: Tensor  # (V + 1,) events of each item in training, index 0 padding
     weights: str | None  # the SHA-256 of their file
     protocol: dict[str, Any]  # the folder may go before this object does
     calibrations: dict[bool, Calibration | None]  # by filter_seen
     labels: Labels  # by which lists can be capped
-    served: Served  # the model, as it answers requests
 
     @classmethod
     def read(cls, path: Path) -> TrainedRun:
@@ -58,9 +57,12 @@ class TrainedRun(NamedTuple):
         weights = checkpoint.best_digest(run.checkpoint)
         run, config, vocabulary, counts, labels, model = load_trained(run.path)
         calibrations = {filter_seen: run.calibration(filter_seen=filter_seen) for filter_seen in (False, True)}
-        return cls(
-            run, config, model, vocabulary, counts, weights, run.protocol, calibrations, Labels(labels), Served(model)
-        )
+        return cls(run, config, Served(model), vocabulary, counts, weights, run.protocol, calibrations, Labels(labels))
+
+    @property
+    def model(self) -> Any:
+        """A module that is a ``SequenceModel``."""
+        return self.served.model
 
     @property
     def time_unit(self) -> str | None:

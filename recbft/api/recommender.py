@@ -238,11 +238,7 @@ class Recommender:
         other = copy.copy(self)
         labels = trained.labels if grown.features is None else trained.labels.beside(grown.features)
         other._trained = trained._replace(
-            model=grown.model,
-            vocabulary=grown.vocabulary,
-            counts=grown.counts,
-            labels=labels,
-            served=Served(grown.model),
+            served=Served(grown.model), vocabulary=grown.vocabulary, counts=grown.counts, labels=labels
         )
         return other
 
