@@ -2,6 +2,7 @@
 
     h_0 = s emb(item) + pos(position), normalised where the backbone has a norm there; pos can be off  (6.1)
     h_L by L blocks;   state = read_out(h_L);   score(i) = state . emb_i + bias_i                      (6.2)
+    state <- its coordinates scaled by their precision, ``core.read_out``                              (6.18)
 
 A backbone is put together from parts: its blocks, a read-out, whether it looks both ways, whether a token (a mask) is
 appended at prediction. Positions count from the oldest event that is read, or back from the latest.
@@ -37,6 +38,7 @@ from recbft.models.feed_forward import FeedForward
 from recbft.models.item_belief import ItemBelief, ItemVector, check_items
 from recbft.models.losses import ItemLoss, Negatives, check_loss, seen_items, shares_of
 from recbft.models.precision_channel import CoreConfig, ItemPrecision
+from recbft.models.precision_read_out import PrecisionReadOut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +117,7 @@ class Backbone(TrainableModel):
     """
 
     ramp: Tensor
-    groups: Mapping[str, Group] = {"item_precision": "precision"}
+    groups: Mapping[str, Group] = {"item_precision": "precision", "precision_read_out": "precision"}
     per_item = (
         "item_embedding.weight",
         "item_bias",
@@ -165,6 +167,14 @@ class Backbone(TrainableModel):
             self.item_precision = ItemPrecision(
                 core, token_counts, num_items=self.num_items, hidden_size=D, head_width=head_width, content=content
             )
+        self.precision_read_out: PrecisionReadOut | None = None
+        if core is not None and core.read_out != "off":
+            if core.read_out == "shrinkage" and not isinstance(self.norm, nn.LayerNorm):
+                raise UserError(
+                    "core.read_out shrinkage is for a state with the coordinates of the last layer, and backbone.head "
+                    "mixes them; take temperature, or leave head out"
+                )
+            self.precision_read_out = PrecisionReadOut(core.read_out, hidden_size=D)
         # The warm-up w of the precision and recency biases, as of the last optimiser step: evaluation uses it.
         self.register_buffer("ramp", torch.zeros(()))
         self._told: tuple[Tensor, int, float] | None = None  # the ramp as it was set last, and its value
@@ -173,7 +183,7 @@ class Backbone(TrainableModel):
         self._initialise(seed)
 
     def encode(self, batch: Batch, *, only: Tensor | None = None, vectors: Tensor | None = None) -> Belief:
-        """The belief about every token after the last layer, mean read out; precision is ones without ``core``.
+        """The belief about every token after the last layer, its mean read out; precision is ones without ``core``.
 
         ``only`` names tokens, counted through the rows, whose belief is all that is wanted: the result is (N, D).
         ``vectors`` are those of all tokens, (V + 1 or more, D), where they are made already.
@@ -199,7 +209,10 @@ class Backbone(TrainableModel):
         for block in self.blocks[:-1]:
             belief = block(belief, context, ramp)
         belief = self.blocks[-1](belief, context, ramp, only)
-        return Belief(self.norm(belief.mean), belief.precision)
+        state: Tensor = self.norm(belief.mean)
+        if self.precision_read_out is not None:
+            state = self.precision_read_out(state, belief.precision, context.valid, ramp)
+        return Belief(state, belief.precision)
 
     def loss(self, batch: Batch) -> Tensor:
         """The mean loss over the positions that have a target, by ``config.loss``, with the shares of their weights."""

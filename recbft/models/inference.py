@@ -154,6 +154,7 @@ class _BackboneEncoder(nn.Module):
         self.max_length, self.num_events = model.max_length, model.max_length - (model.append is not None)
         self.position_embedding, self.norm_embedding = model.position_embedding, model.norm_embedding
         self.read_out, items = model.norm, model.item_belief
+        self.precision_read_out, self.ramp = model.precision_read_out, float(model.ramp)
         self._whole: tuple[_Tokens, _Reading] | None = None
         with torch.no_grad():
             table = model.item_embedding.weight.detach()
@@ -168,8 +169,7 @@ class _BackboneEncoder(nn.Module):
                 precision = model.item_precision(every[None], table[None])[0, :, 0]
             for name, held in (("table", table), ("content", content), ("rates", rates), ("precision", precision)):
                 self.register_buffer(name, held)
-            ramp = float(model.ramp)
-            self.layers = nn.ModuleList(_Layer(block, ramp) for block in model.blocks if isinstance(block, Block))
+            self.layers = nn.ModuleList(_Layer(block, self.ramp) for block in model.blocks if isinstance(block, Block))
 
     def forward(self, items: Tensor, times: Tensor | None = None) -> UserStates:
         """Of padded histories, as ``UserEncoder``."""
@@ -211,6 +211,8 @@ class _BackboneEncoder(nn.Module):
             belief = layer(belief, every)
         belief = final(belief, latest)
         state: Tensor = self.read_out(belief.mean)[:, 0]
+        if self.precision_read_out is not None:
+            state = self.precision_read_out.some(state, belief.precision[:, 0], self.ramp)  # (6.18)
         if self.content is not None and self.rates is not None and age is not None:
             there = tokens.valid & (age < len(self.rates)) & (tokens.items <= self.num_items)  # a mask is no item
             share = self.rates[age.clamp(0, len(self.rates) - 1)] * there

@@ -45,7 +45,7 @@ def make_blocks(
         raise UserError(f"experts need a pre-norm layer with a feed-forward network, got {kind}; leave them out")
     if moe is not None and core is not None:
         refuse_idle(core, ("jacobian_rank",), "with experts, whose Jacobian is exact; leave it out")
-    if core is not None and config.n_layers == 1:
+    if core is not None and config.n_layers == 1 and core.read_out == "off":
         why = "with n_layers 1: no score depends on what the last layer predicts; leave it out or take more layers"
         refuse_idle(core, ("jacobian_detach",), why)
     if moe is not None and activation != "gelu":

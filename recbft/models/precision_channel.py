@@ -56,6 +56,7 @@ from recbft.kernels.filter_step import predict_precision
 from recbft.kernels.gelu import gelu_with_slope, slope_product
 from recbft.mixers import Estimation
 from recbft.mixers.interface import Kriging, refuse_idle
+from recbft.models.precision_read_out import ReadOut
 
 LAM_MIN = 1e-3
 LARGEST_LOG_FACTOR = 4.0  # 55 times more or less than the count says
@@ -118,6 +119,8 @@ class CoreConfig:
     process_noise: bool = True  # learn the variance each layer adds
     q_max: float = 1.0  # scale of the process noise
     process_noise_start: float | None = None  # q before training, softplus(q) q_max being added; None means -9
+    # how scores read the precision of the state: as one temperature, or coordinate by coordinate; off, not at all
+    read_out: ReadOut = "off"
 
     def __post_init__(self) -> None:
         for key, value, dependent in _ONLY_WITH:
@@ -304,8 +307,9 @@ class LayerPrecision(nn.Module):
             return "off"
         if not self.training:
             return self.core.jacobian_in_evaluation
-        # What the last layer predicts is reported, but no score depends on it: in training its mean will do.
-        return "running_mean" if self.is_last and self.core.jacobian != "off" else self.core.jacobian
+        # What the last layer predicts is reported, and only by a read-out read: without, its mean will do in training.
+        unread = self.is_last and self.core.read_out == "off"
+        return "running_mean" if unread and self.core.jacobian != "off" else self.core.jacobian
 
     @property
     def needs_jacobian(self) -> bool:

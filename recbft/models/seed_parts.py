@@ -23,6 +23,7 @@ from recbft.kernels.layer_norm import layer_norms
 from recbft.kernels.product import linear
 from recbft.mixers.value_unit import ValueUnit, mean_of_each, unit_of
 from recbft.models.precision_channel import LAM_MIN, SAMPLED_ROWS, LayerPrecision
+from recbft.models.precision_read_out import PrecisionReadOut, log_of, read
 
 
 class SeedRows:
@@ -266,6 +267,28 @@ class SeedUnit(nn.Module):
             value = _mean(each, self.seeds.apart(context.valid))[:, 0]
             remember(self.variance, value.to(self.variance.dtype), self.updates[0])
             self.updates += 1
+
+
+class SeedReadOut(nn.Module):
+    """``PrecisionReadOut`` of several seeds, ``each``, whose running means become views of the ones here."""
+
+    def __init__(self, seeds: SeedRows, each: Sequence[PrecisionReadOut], strength: nn.Parameter) -> None:
+        super().__init__()
+        self.seeds, self.kind, self.strength = seeds, each[0].kind, strength  # (S,)
+        self.mean_log_precision, self.updates = (
+            torch.stack([getattr(one, name) for one in each]) for name in ("mean_log_precision", "updates")
+        )  # (S, D), (S,)
+        for seed, one in enumerate(each):
+            one.mean_log_precision, one.updates = self.mean_log_precision[seed], self.updates[seed]
+
+    def forward(self, state: Tensor, precision: Tensor, valid: Tensor, ramp: float) -> Tensor:
+        """As ``PrecisionReadOut``."""
+        usual, strength = self.seeds.repeat(self.mean_log_precision), self.seeds.repeat(self.strength)
+        if self.training:
+            mean = _mean(self.seeds.apart(log_of(precision)), self.seeds.apart(valid))
+            remember(self.mean_log_precision, mean, self.updates[0])
+            self.updates += 1
+        return read(state, precision, usual[:, None], strength[:, None, None], kind=self.kind, ramp=ramp)
 
 
 def _mean(values: Tensor, keep: Tensor) -> Tensor:  # (S, N, D), (S, N) -> (S, D)

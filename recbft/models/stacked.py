@@ -32,7 +32,17 @@ from recbft.models.backbone import Backbone
 from recbft.models.block import Block
 from recbft.models.losses import LOSSES, seen_items, shares_of, with_bias
 from recbft.models.precision_channel import LayerPrecision
-from recbft.models.seed_parts import SeedDropout, SeedEmbedding, SeedLinear, SeedNorm, SeedPrecision, SeedRows, SeedUnit
+from recbft.models.precision_read_out import PrecisionReadOut
+from recbft.models.seed_parts import (
+    SeedDropout,
+    SeedEmbedding,
+    SeedLinear,
+    SeedNorm,
+    SeedPrecision,
+    SeedReadOut,
+    SeedRows,
+    SeedUnit,
+)
 
 # Single numbers that a layer reads as an attribute and multiplies with what every token has, (R, T).
 _PER_ROW = ("decay_logit", "range")
@@ -137,6 +147,9 @@ class Stacked:
         if isinstance(part, ValueUnit):
             units = [model.get_submodule(path[:-1]) for model in self.models]
             return SeedUnit(self.seeds, units)  # type: ignore[arg-type]
+        if isinstance(part, PrecisionReadOut):
+            outs = [model.precision_read_out for model in self.models]
+            return SeedReadOut(self.seeds, outs, found["strength"])  # type: ignore[arg-type]
         self._exchange(part, path)
         return part
 

@@ -46,6 +46,8 @@ class PretrainedPrecision:
         check_range("warmup", self.warmup, at_least=0)
         if self.core.is_running:
             raise UserError("core.prior_variance running is for models of recbft; give a number, or leave it out")
+        if self.core.read_out != "off":
+            raise UserError(f"core.read_out {self.core.read_out} is for models of recbft; leave it out")
 
 
 class PrecisionTracked:

@@ -73,6 +73,7 @@ def test_states_in_half_precision_are_nearly_the_states(model, arm, mixer, optio
         {"kriging": "per_dimension"},
         {"jacobian_in_evaluation": "low_rank"},
         {"jacobian_in_evaluation": "exact"},
+        {"read_out": "shrinkage"},
     ],
     ids=str,
 )

@@ -35,6 +35,7 @@ CASES = [
         {"jacobian_in_evaluation": "exact"}, {"jacobian_in_evaluation": "low_rank", "jacobian_rank": 3},
         {"jacobian_in_evaluation": "off"}, {"prior_variance": "running"},
         {"prior_variance": "running", "estimator": "design_effect"},
+        {"read_out": "temperature"}, {"read_out": "shrinkage"},
     )],
     ("bert4rec", "published", {}),
     ("bert4rec", "matched", {"recency_decay": True, "positions": "oldest"}),
@@ -153,7 +154,12 @@ def test_what_has_no_such_form_is_refused(lab, settings, message):
 
 @pytest.mark.parametrize(
     ("name", "arm", "settings"),
-    [("sasrec", "bft", {}), ("bert4rec", "published", {"content": 5}), ("hstu", "bft", {"time_bias": True})],
+    [
+        ("sasrec", "bft", {}),
+        ("sasrec", "bft", {"core": {"read_out": "shrinkage"}}),
+        ("bert4rec", "published", {"content": 5}),
+        ("hstu", "bft", {"time_bias": True}),
+    ],
 )
 def test_the_form_is_traced_for_any_size(lab, name, arm, settings):
     model = lab.shaken(lab.build(arm, name, n_heads=2, **settings)).eval()

@@ -105,6 +105,7 @@ CORES = [
     {"initial": "uniform", "propagation": "decay"},
     {"estimator": "delta", "jacobian": "off", "jacobian_in_evaluation": "off", "lam_max": 10.0},
     {"prior_variance": "running"},
+    {"read_out": "temperature"},
 ]
 
 
@@ -122,6 +123,7 @@ def test_running_means_are_updated_in_training_and_in_training_alone(lab, core):
     expected |= {"mean_jacobian"} if with_jacobian else set()
     expected |= {"variance"} if model.core.prior_variance == "running" else set()
     expected |= {"mean_precision"} if model.core.prior_scale == "per_layer" else set()
+    expected |= {"mean_log_precision"} if model.core.read_out != "off" else set()
     assert changed == expected
 
 

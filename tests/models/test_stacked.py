@@ -52,7 +52,7 @@ def batches():
         {"arm": "bft", "jacobian": "running_mean", "estimator": "sandwich"},
         {"arm": "bft", "jacobian_detach": True, "prior_scale": "per_layer"},
         {"arm": "bft", "propagation": "decay", "initial": "uniform"},
-        {"arm": "bft", "prior_variance": "running"},
+        {"arm": "bft", "prior_variance": "running", "read_out": "temperature"},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )

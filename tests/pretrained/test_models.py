@@ -235,6 +235,8 @@ def test_what_is_not_supported_is_refused_with_what_is(plain, tiny):
         track_precision(plain(), CoreConfig())
     with pytest.raises(UserError, match=r"core.prior_variance running is for models of recbft; give a number"):
         track_precision(plain(), CoreConfig(initial="hybrid", jacobian="exact", prior_variance="running"))
+    with pytest.raises(UserError, match=r"core.read_out temperature is for models of recbft; leave it out"):
+        track_precision(plain(), CoreConfig(initial="hybrid", jacobian="exact", read_out="temperature"))
     with pytest.raises(ValueError, match=r"does not support (gradient|activation) checkpointing"):
         tiny().gradient_checkpointing_enable()
     model = tiny()

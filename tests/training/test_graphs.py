@@ -103,7 +103,7 @@ def config_of(arm, *settings, model="sasrec"):
         ("sasrec", "matched", ("samples=prefixes",)),
         ("sasrec", "bft", ()),
         ("sasrec", "bft", ("jacobian=running_mean", "prior_scale=per_layer")),
-        ("sasrec", "bft", ("prior_variance=running",)),
+        ("sasrec", "bft", ("prior_variance=running", "read_out=shrinkage")),
         ("sasrec", "bft", ("mixer=boosted",)),
         ("sasrec", "bft", ("mixer=twicing",)),
         ("bert4rec", "published", ("samples=windows",)),
