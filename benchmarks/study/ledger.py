@@ -110,20 +110,20 @@ def line(run: Run) -> dict[str, Any]:
     }
 
 
-def read(file: Path) -> pd.DataFrame:
-    """The lines of a file that ``add`` wrote."""
+def read(file: Path, columns: Sequence[str] = COLUMNS) -> pd.DataFrame:
+    """The lines of a file that ``add`` wrote, or a command with more columns."""
     try:
         table = pd.read_csv(file, dtype={"targets": str, "content": str, "commit": str, "recbft": str}).fillna(
             {"commit": ""}
         )
     except FileNotFoundError:
-        raise UserError(f"{file} does not exist; `add` writes it") from None
+        raise UserError(f"{file} does not exist; the command of its runs writes it") from None
     except (ValueError, UnicodeDecodeError) as error:
         raise UserError(
-            f"{file} cannot be read ({' '.join(str(error).split())}); name a file that `add` wrote"
+            f"{file} cannot be read ({' '.join(str(error).split())}); name a file that this study wrote"
         ) from None
-    if list(table.columns) != COLUMNS:
-        raise UserError(f"{file} has other columns than `add` writes; name a file that it wrote")
+    if list(table.columns) != list(columns):
+        raise UserError(f"{file} has other columns than are written there; name another file")
     return table
 
 

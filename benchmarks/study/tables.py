@@ -4,7 +4,8 @@
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; the command replaces what is between the two.
 ``runs.csv`` and ``again.csv`` have one line per training run (``benchmarks.study.ledger``): arms are paired by seed and
-tested as ``recbft compare`` tests them (``recbft.evaluation.paired``). ``summaries.csv`` has figures whose runs are not
+tested as ``recbft compare`` tests them (``recbft.evaluation.paired``); those of ``read_out.csv`` have more columns, by
+``benchmarks.study.read_out``. ``summaries.csv`` has figures whose runs are not
 kept; their commands, data, machines and dates are in ``sources.csv``.
 """
 
@@ -22,6 +23,7 @@ import pandas as pd
 import yaml
 
 from benchmarks.command import finish, parser
+from benchmarks.study import read_out
 from benchmarks.study.choose import difference, percent
 from benchmarks.study.ledger import arms_of, check_alike, read
 from benchmarks.study.overview import ITEMS, PUBLISHED, VALIDATION, Arms, comparisons
@@ -192,6 +194,7 @@ COMPUTED: Mapping[str, Callable[[Path], str]] = {
     "strongest": strongest,
     "steps": steps,
     "checks": checks,
+    "read-out": lambda reports: read_out.table(read(reports / "read_out.csv", read_out.COLUMNS)),
 }
 
 

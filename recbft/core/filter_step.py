@@ -199,6 +199,6 @@ def mean_over_tokens(values: Tensor, valid: Tensor) -> Tensor:  # (B, T, D), (B,
     return (keep @ values.reshape(-1, values.shape[-1])).div_(keep.sum().clamp_(min=1))
 
 
-def remember(mean: Tensor, value: Tensor, updates: Tensor) -> None:
+def remember(mean: Tensor, value: Tensor, updates: Tensor, momentum: float = MOMENTUM) -> None:
     """Move a running mean towards a value in place, or to it where there was no update yet; no device is waited for."""
-    mean.lerp_(value, (updates == 0).to(mean.dtype).clamp(min=1 - MOMENTUM))
+    mean.lerp_(value, (updates == 0).to(mean.dtype).clamp(min=1 - momentum))

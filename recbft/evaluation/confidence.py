@@ -133,12 +133,12 @@ def compare_confidences(
     Args:
         confidences: (N,) by name, higher is surer.
         hit: (N,).
-        reference: a name among them; every other one's entry says how far the reference's AUROC lies above its own.
+        reference: a name among them; every other one's entry says how far the reference's areas lie above its own.
         samples, seed: of the bootstrap.
 
     Returns:
         By name: auroc, auroc_interval, aurc, aurc_interval, excess_aurc, num_distinct, verdict, curve, and (but for the
-        reference) reference_above: {auroc, interval}.
+        reference) reference_above: {auroc, interval, aurc, aurc_interval}; an AURC is the better the lower it is.
     """
     rankings = {name: Ranking(values, hit) for name, values in confidences.items()}
     best = Ranking(hit, hit).risk_area
@@ -163,8 +163,15 @@ def compare_confidences(
         }
         if reference is not None and name != reference:
             above = None if auroc is None else rankings[reference].area - auroc
-            apart = interval(areas[reference][0] - areas[name][0], hit.size)
-            found[name]["reference_above"] = {"auroc": above, "interval": apart}
+            apart, risk_apart = (
+                interval(one - own, hit.size) for one, own in zip(areas[reference], areas[name], strict=True)
+            )
+            found[name]["reference_above"] = {
+                "auroc": above,
+                "interval": apart,
+                "aurc": rankings[reference].risk_area - ranking.risk_area,
+                "aurc_interval": risk_apart,
+            }
     return found
 
 

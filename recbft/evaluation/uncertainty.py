@@ -19,8 +19,10 @@ The precision has a ceiling, lam_max, and the last layer's often lies there: ``s
                     is None of one user
     random_aurc, optimal_aurc      of a confidence that says nothing, and of one that puts all hits first
     confidences     name -> {auroc, auroc_interval, aurc, aurc_interval, excess_aurc, num_distinct, verdict,
-                    curve: {coverage, risk}, reference_above: {auroc, interval}}; the reference is precision, and
-                    reference_above how far its AUROC lies above this one (absent from its own entry and without one)
+                    curve: {coverage, risk}, reference_above: {auroc, interval, aurc, aurc_interval}}; the reference is
+                    precision, and reference_above how far its areas lie above these (absent from its own entry and
+                    without one); of two AURC the lower is the better
+    read_out        {kind, learned}: how scores read the precision, and a or nu of (6.18); None where they do not
     saturation      {cap, coordinates, users, num_distinct}: shares of coordinates, and of users with every coordinate,
                     at the cap; distinct precisions; None without precision
     calibration     {temperature, lapse, fitted_on, fitted_users, nll: {before, before_interval, after,
@@ -50,6 +52,7 @@ from recbft.evaluation.strata import MIN_USERS
 from recbft.evaluation.trace import at_cap as saturated
 from recbft.evaluation.trace import trace
 from recbft.evaluation.views import Part, batches_of_view, evaluation_mode, states_of_view, view_of
+from recbft.models.backbone import Backbone
 from recbft.models.contract import SequenceModel
 
 FloatArray = NDArray[np.float64]
@@ -110,6 +113,7 @@ def uncertainty(
             reference=None if read.precision is None else "precision",
             samples=samples,
         ),
+        "read_out": _read_out(model),
         "saturation": _saturation(model, read),
         "calibration": {
             **fitted._asdict(),
@@ -155,6 +159,11 @@ def _confidences(read: _Read, before: Predicted, view: View) -> dict[str, FloatA
         "top_probability": before.top[1],
         f"top_{K}_probability": before.top[K],
     }
+
+
+def _read_out(model: SequenceModel) -> dict[str, Any] | None:
+    found = model.precision_read_out if isinstance(model, Backbone) else None
+    return None if found is None else {"kind": found.kind, "learned": found.learned}
 
 
 def _saturation(model: SequenceModel, read: _Read) -> dict[str, Any] | None:

@@ -117,7 +117,7 @@ class Backbone(TrainableModel):
     """
 
     ramp: Tensor
-    groups: Mapping[str, Group] = {"item_precision": "precision", "precision_read_out": "precision"}
+    groups: Mapping[str, Group] = {"item_precision": "precision"}
     per_item = (
         "item_embedding.weight",
         "item_bias",

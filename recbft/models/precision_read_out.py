@@ -15,8 +15,14 @@ lam / (lam + nu usual) h, times 1 + nu: an imprecise coordinate counts less than
 Both are products of a state and item vectors: what is exported, indexed or calibrated needs to know nothing of them.
 MacKay's l_i / sqrt(1 + (pi/8) sum_d e_id^2 / lam_d), the logit averaged over a Gaussian state, has a denominator of its
 own for every pair of state and item, and is no such product. Biases of items and (6.16) are no part of the state and
-stay as they are. The running mean is over the real training positions of earlier batches (momentum 0.99), 0 before the
-first.
+stay as they are.
+
+The running mean is over the real training positions of earlier batches (momentum 0.9), 0 before the first. It follows
+the level of precision with a delay, so that moving the level would scale all logits alike, and far faster than any
+other parameter does: models overfitted by that. So what the level of a batch has to do with the loss has no gradient:
+that of log lam is less its mean over the batch's real positions, and that of a has z_d less its mean there. And a and
+nu learn at the rate of the backbone, not at that of precision: a hundred times as fast, a made sure of what training
+had memorised, histories of rare items, and cost ranking a tenth.
 
 Source: ours; shrinkage by the ratio of precisions: Kalman (1960). MacKay, The evidence framework applied to
 classification networks (1992). Shapes: B rows, T tokens, D state width.
@@ -36,6 +42,7 @@ from recbft.core import mean_over_tokens, remember
 
 ReadOut = Literal["off", "temperature", "shrinkage"]
 PRIOR_START = 0.1  # nu
+MOMENTUM = 0.9
 
 
 class PrecisionReadOut(nn.Module):
@@ -59,41 +66,48 @@ class PrecisionReadOut(nn.Module):
 
     def forward(self, state: Tensor, precision: Tensor, valid: Tensor, ramp: float) -> Tensor:
         """Read all tokens of a batch, (B, T, D); in training the running mean is moved by the ``valid``, (B, T)."""
-        usual = self.mean_log_precision.clone()  # as it stood: what a token gets must not depend on its batch mates
-        if self.training and not transformed():
-            remember(self.mean_log_precision, mean_over_tokens(log_of(precision), valid), self.updates)
+        z = self._above_usual(precision)  # the mean as it stood: no value depends on batch mates
+        level = mean_over_tokens(z, valid) if self.training else None
+        if level is not None and not transformed():
+            remember(self.mean_log_precision, self.mean_log_precision + level.detach(), self.updates, MOMENTUM)
             self.updates += 1
-        return read(state, precision, usual, self.strength, kind=self.kind, ramp=ramp)
+        return read(state, z, level, self.strength, kind=self.kind, ramp=ramp)
 
     def some(self, state: Tensor, precision: Tensor, ramp: float) -> Tensor:
         """Read the states of some tokens, (..., D), and remember nothing."""
-        return read(state, precision, self.mean_log_precision, self.strength, kind=self.kind, ramp=ramp)
+        return read(state, self._above_usual(precision), None, self.strength, kind=self.kind, ramp=ramp)
+
+    def _above_usual(self, precision: Tensor) -> Tensor:
+        return above(precision, self.mean_log_precision.clone())
 
 
 @in_full_precision
-def log_of(precision: Tensor) -> Tensor:
-    """Log precision as a running mean takes it, without a gradient."""
-    return precision.detach().log()
+def above(precision: Tensor, usual: Tensor) -> Tensor:
+    """z of (6.18), from the running mean of log lam."""
+    return precision.log() - usual
 
 
 @in_full_precision
-def read(state: Tensor, precision: Tensor, usual: Tensor, strength: Tensor, *, kind: ReadOut, ramp: float) -> Tensor:
+def read(state: Tensor, z: Tensor, level: Tensor | None, strength: Tensor, *, kind: ReadOut, ramp: float) -> Tensor:
     """Equation (6.18).
 
     Args:
         state: h, (..., D).
-        precision: lam, (..., D), > 0.
-        usual: the running mean of log lam, (D,).
+        z: log precision above what is usual, (..., D).
+        level: the mean of z over a batch, which is to have no gradient, broadcastable to it; None in evaluation.
         strength: a of temperature or ln nu of shrinkage, broadcastable to the state.
         ramp: w, in [0, 1].
 
     Returns:
         (..., D), in the type of the state.
     """
-    z = precision.log() - usual
+    own, common = z, torch.zeros((), dtype=z.dtype, device=z.device)
+    if level is not None:
+        own, common = z - level, level.detach()
     if kind == "temperature":
-        factor = torch.exp(ramp * strength * z.mean(dim=-1, keepdim=True))
+        own, common = own.mean(dim=-1, keepdim=True), common if level is None else common.mean(dim=-1, keepdim=True)
+        factor = torch.exp(ramp * (strength * own + strength.detach() * common))
     else:
         nu = strength.exp()
-        factor = 1 - ramp + ramp * (1 + nu) / (1 + nu * torch.exp(-z))
+        factor = 1 - ramp + ramp * (1 + nu) / (1 + nu * torch.exp(-own - common))
     return state * factor.to(state.dtype)

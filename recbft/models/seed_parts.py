@@ -23,7 +23,7 @@ from recbft.kernels.layer_norm import layer_norms
 from recbft.kernels.product import linear
 from recbft.mixers.value_unit import ValueUnit, mean_of_each, unit_of
 from recbft.models.precision_channel import LAM_MIN, SAMPLED_ROWS, LayerPrecision
-from recbft.models.precision_read_out import PrecisionReadOut, log_of, read
+from recbft.models.precision_read_out import MOMENTUM, PrecisionReadOut, above, read
 
 
 class SeedRows:
@@ -283,12 +283,14 @@ class SeedReadOut(nn.Module):
 
     def forward(self, state: Tensor, precision: Tensor, valid: Tensor, ramp: float) -> Tensor:
         """As ``PrecisionReadOut``."""
-        usual, strength = self.seeds.repeat(self.mean_log_precision), self.seeds.repeat(self.strength)
+        z, level = above(precision, self.seeds.repeat(self.mean_log_precision)[:, None]), None
         if self.training:
-            mean = _mean(self.seeds.apart(log_of(precision)), self.seeds.apart(valid))
-            remember(self.mean_log_precision, mean, self.updates[0])
+            mean = _mean(self.seeds.apart(z), self.seeds.apart(valid))  # (S, D)
+            level = self.seeds.repeat(mean)[:, None]
+            remember(self.mean_log_precision, self.mean_log_precision + mean.detach(), self.updates[0], MOMENTUM)
             self.updates += 1
-        return read(state, precision, usual[:, None], strength[:, None, None], kind=self.kind, ramp=ramp)
+        strength = self.seeds.repeat(self.strength)[:, None, None]
+        return read(state, z, level, strength, kind=self.kind, ramp=ramp)
 
 
 def _mean(values: Tensor, keep: Tensor) -> Tensor:  # (S, N, D), (S, N) -> (S, D)

@@ -19,6 +19,7 @@ from recbft.reporting.tables import Cell, Column, Table, p_equals, signed, text
 
 Parts = Mapping[str, Mapping[int, Mapping[str, Any]]]  # arm -> seed -> one part of probe.json
 _WAYS = {"before": "as trained", "after": "fitted"}
+_LEARNED = {"temperature": "a", "shrinkage": "nu"}  # what is learned, by ``core.read_out``
 
 
 def mechanism_lines(found: Mapping[str, Any]) -> list[str]:
@@ -46,6 +47,8 @@ def uncertainty_lines(found: Mapping[str, Any]) -> list[str]:
             f"At the cap of {saturation['cap']:g}: {saturation['coordinates']:.1%} of the coordinates, and every "
             f"coordinate of {saturation['users']:.1%} of the users; {saturation['num_distinct']:,} distinct precisions."
         )
+    if out := found.get("read_out"):
+        cap += f" Scores read it: core.read_out {out['kind']}, {_LEARNED[out['kind']]} {out['learned']:.3g}."
     tables = in_a_terminal(uncertainty_tables(parts))
     return [*lines, *tables, *verdicts, cap, f"Intervals: {found['intervals']}.", ""]
 
@@ -269,10 +272,12 @@ def _confidence_table(parts: Parts) -> Table:
         for name in ones[0]["confidences"]:
             found = [one["confidences"][name] for one in ones]
             above = [one["reference_above"] for one in found if "reference_above" in one]
+            risk = [one for one in above if "aurc" in one]  # probes of earlier versions lack it
             rows.append(
                 [arm, _spelt(name), *means_of(found, "auroc"), interval_of(found, "auroc", "auroc_interval"),
                  *means_of(found, "aurc", "excess_aurc"), round(statistics.mean(o["num_distinct"] for o in found)),
-                 *means_of(above, "auroc"), interval_of(above, "auroc", "interval")]
+                 *means_of(above, "auroc"), interval_of(above, "auroc", "interval"),
+                 *means_of(risk, "aurc"), interval_of(risk, "aurc", "aurc_interval")]
             )  # fmt: skip
     first = next(each_probe(parts))[2]
     return probe_table(
@@ -283,12 +288,14 @@ def _confidence_table(parts: Parts) -> Table:
         "share of misses as ever more users are served, surest first, on average; "
         f"{first['random_aurc']:.4f} if unsorted and {first['optimal_aurc']:.4f} at best"
         f"{' in the first probe' if _is_several(parts) else ''}; excess: above the best. Values: how many different "
-        f"ones there are. Precision above it: how far the precision's AUROC lies above this one's."
+        f"ones there are. Precision above it: how far the precision's AUROC lies above this one's; its AURC above: "
+        f"likewise, the better the further below 0."
         f"{interval_words(parts)}",
         columns=[Column("confidence"), Column("AUROC", "value"), Column("95 % interval", "range"),
                  Column("AURC", "value", "terminal"), Column("excess", "value", "terminal"),
                  Column("values", "count", "terminal"), Column("precision above it", "signed", "terminal"),
-                 Column("its interval", "interval", "terminal")],
+                 Column("its interval", "interval", "terminal"), Column("its AURC above", "signed", "terminal"),
+                 Column("interval", "interval", "terminal")],
         rows=rows,
     )  # fmt: skip
 

@@ -137,10 +137,13 @@ def test_the_reference_is_compared_on_the_same_resamples():
     hit = rng.random(400) < 0.3
     good, bad = hit + rng.normal(size=400), rng.normal(size=400)
     found = compare_confidences({"good": good, "same": good * 2, "bad": bad}, hit, reference="good", samples=200)
-    assert found["same"]["reference_above"] == {"auroc": 0.0, "interval": [0.0, 0.0]}
+    none = [0.0, 0.0]
+    assert found["same"]["reference_above"] == {"auroc": 0.0, "interval": none, "aurc": 0.0, "aurc_interval": none}
     above = found["bad"]["reference_above"]
     assert above["auroc"] == found["good"]["auroc"] - found["bad"]["auroc"]
     assert 0 < above["interval"][0] < above["auroc"] < above["interval"][1]
+    assert above["aurc"] == found["good"]["aurc"] - found["bad"]["aurc"]
+    assert above["aurc_interval"][0] < above["aurc"] < above["aurc_interval"][1] < 0, "less risk"
     assert "reference_above" not in found["good"]
 
 

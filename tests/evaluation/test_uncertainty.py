@@ -117,6 +117,14 @@ def test_arms_without_precision_have_the_baselines_and_no_saturation(lab, large)
     assert all("reference_above" not in row for row in found["confidences"].values())
 
 
+@pytest.mark.parametrize(("kind", "learned"), [("temperature", 0.7), ("shrinkage", 0.5)])
+def test_how_scores_read_the_precision_is_told(lab, large, kind, learned):
+    model = lab.make_model(large, core={"read_out": kind})
+    model.precision_read_out.strength.data.fill_(0.7 if kind == "temperature" else math.log(0.5))
+    assert uncertainty(model, large, samples=1)["read_out"] == {"kind": kind, "learned": pytest.approx(learned)}
+    assert uncertainty(lab.make_model(large), large, samples=1)["read_out"] is None
+
+
 def test_popularity_knows_nothing_of_users(large):
     found = uncertainty(Popularity(large.training_counts), large, samples=20)
     for name in ("negative_entropy", "top_probability", "top_10_probability"):

@@ -149,12 +149,16 @@ def test_confidences_and_probabilities_are_shown_as_means_with_intervals_over_th
     for arm, probes in (("bft", ours), ("matched", plain)):
         for name in probes[0]["uncertainty"]["confidences"]:
             found = [probe["uncertainty"]["confidences"][name] for probe in probes]
-            auroc, inside, aurc, excess, values, above, above_inside = rows.pop((arm, name.replace("_", " ")))
+            auroc, inside, aurc, excess, values, above, above_inside, risk, risk_inside = rows.pop(
+                (arm, name.replace("_", " "))
+            )
             *told, distinct = means(found, "auroc", "aurc", "excess_aurc", "num_distinct")
             assert [auroc, aurc, excess] == pytest.approx(told) and values == round(distinct)
             beside = [one["reference_above"] for one in found if "reference_above" in one]
             assert len(beside) == (len(found) if arm == "bft" and name != "precision" else 0)
             assert above == (pytest.approx(means(beside, "auroc")[0]) if beside else None)
+            assert risk == (pytest.approx(means(beside, "aurc")[0]) if beside else None)
+            assert (risk_inside is None) == (not beside)
             if arm == "matched":
                 assert (inside, above_inside) == (tuple(found[0]["auroc_interval"]), None)
             else:
