@@ -18,6 +18,7 @@ from pathlib import Path
 
 from benchmarks.command import finish, parser
 from recbft.api.compare import compare
+from recbft.config.yaml_text import parse_setting
 from recbft.experiments.lists import split_list
 
 ARMS = "published,matched,matched+recency,bft[core.initial=hybrid]"
@@ -27,7 +28,7 @@ MODELS = "sasrec,bert4rec,hstu"
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    settings = dict(text.split("=", 1) for text in options.settings)
+    settings = dict(parse_setting(text) for text in options.settings)
     if options.data_root is not None:
         settings["data_root"] = options.data_root
     for dataset in split_list(options.datasets):

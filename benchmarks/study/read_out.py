@@ -32,6 +32,7 @@ from benchmarks.study import ledger
 from benchmarks.study.choose import difference, finished_runs, relative_and_p
 from recbft.api.compare import compare
 from recbft.comparing.finished_runs import Run, read_run
+from recbft.config.yaml_text import parse_setting
 from recbft.datasets import Dataset
 from recbft.evaluation.paired import SeedComparison
 from recbft.evaluation.uncertainty import uncertainty
@@ -56,7 +57,7 @@ SHOWN = ("ndcg@10", *FIGURES)
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    settings = dict(text.split("=", 1) for text in options.settings)
+    settings = dict(parse_setting(text) for text in options.settings)
     if options.data_root is not None:
         settings["data_root"] = options.data_root
     for data in split_list(options.datasets):

@@ -25,7 +25,7 @@ def test_a_run_has_one_line_with_the_figures_of_its_probe_and_the_call_goes_on(
     given = ["--out", str(tmp_path), "--file", str(tmp_path / "found.csv"), "--datasets", "tiny", "--set", "epochs=2"]
     assert read_out.main(given) == 0
     (_, named), written = asked[0], (tmp_path / "found.csv").read_bytes()
-    assert named["out"] == tmp_path / "sasrec-tiny" and named["epochs"] == "2"
+    assert named["out"] == tmp_path / "sasrec-tiny" and named["epochs"] == 2
     monkeypatch.setattr(read_out, "uncertainty", lambda *_, **__: pytest.fail("measured again"))
     assert read_out.main(given) == 0 and (tmp_path / "found.csv").read_bytes() == written
     said = capsys.readouterr().out

@@ -147,7 +147,7 @@ def test_the_paper_s_configuration_is_compared_for_each_backbone_in_all_arms(mon
     for (arms, _), named in asked:
         configs = [arm.config(["epochs=1"], file=named["config"], model=named["model"]) for arm in parse_arms(arms)]
         assert [config.backbone.recency_decay for config in configs] == [False, False, True, True]
-        assert {config.training.samples for config in configs} == {"prefixes"} and named["epochs"] == "1"
+        assert {config.training.samples for config in configs} == {"prefixes"} and named["epochs"] == 1
         assert configs[-1].core.initial == "hybrid" and named["seeds"] == "0-4"
     assert "hstu, b\n\nfound" in capsys.readouterr().out
 
