@@ -6,6 +6,7 @@ and its folder is made when all is done. ``protocol.json`` says in ``joined`` wh
     runs             run, weights (SHA-256), model, arm and seed of each
     bins             bin, items and targets in it, weights of first and second, and whose they are: ``weights_of``
     targets          how many the weights were fitted on
+    prior_targets    how many more a bin has, as it were, that ask for the weights of all targets; 0 with ``by`` none
     log_likelihood   per target, of the join and of each model alone
 """
 
@@ -201,7 +202,12 @@ def _bins(model: Join, dataset: Dataset, fitted: JoinWeights) -> Mapping[str, An
         if items[number]
     ]
     likelihood = {"join": fitted.log_likelihood, "first": fitted.alone[0], "second": fitted.alone[1]}
-    return {"bins": rows, "targets": int(fitted.targets.sum()), "log_likelihood": likelihood}
+    return {
+        "bins": rows,
+        "targets": int(fitted.targets.sum()),
+        "prior_targets": fitted.prior_targets,
+        "log_likelihood": likelihood,
+    }
 
 
 def _short(value: object) -> str:
