@@ -4,7 +4,8 @@ The vocabulary lies beside the best weights, so that no data set is needed:
 
 checkpoint/vocabulary.parquet    item_id, training_count, and the categories and sets of item features by which lists
                                  can be capped, as feature:NAME; a row per item, index order
-checkpoint/content/              how item features become vectors, where the model reads some
+checkpoint/content/              how item features become vectors, where the model reads some; of a join a folder for
+                                 each of its models, ``first`` and ``second``
 """
 
 from __future__ import annotations

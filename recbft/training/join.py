@@ -12,6 +12,7 @@ and its folder is made when all is done. ``protocol.json`` says in ``joined`` wh
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -34,7 +35,14 @@ from recbft.runs.folder import RunFolder
 from recbft.system.files import user_path
 from recbft.system.torchrun import refuse_several
 from recbft.training.build import new_state, run_protocol
-from recbft.training.bundle import OF_THE_MODEL, load_trained, own_config, refuse_other_data, write_vocabulary
+from recbft.training.bundle import (
+    CONTENT_FOLDER,
+    OF_THE_MODEL,
+    load_trained,
+    own_config,
+    refuse_other_data,
+    write_vocabulary,
+)
 from recbft.training.card import write_card
 from recbft.training.one_run import run_name
 from recbft.training.process_settings import memory_explained, run_settings
@@ -109,6 +117,9 @@ def join(
         )
         with new.locked():
             write_vocabulary(new.checkpoint, dataset)
+            for name, run in zip(PARTS, folders, strict=True):
+                if (content := run.checkpoint / CONTENT_FOLDER).is_dir():
+                    shutil.copytree(content, new.checkpoint / CONTENT_FOLDER / name)
             state = replace(new_state(config, dataset), run=new.identity, digits_from=digits_from(device))
             checkpoint.write(new.checkpoint, _snapshot(made, state))
             done = {"best_epoch": None, "epochs": 0, "steps": 0, "training_seconds": seconds}
