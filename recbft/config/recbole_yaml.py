@@ -89,6 +89,7 @@ OTHER_WORDS = {
     "dropout_prob": "hidden_dropout_prob",
     "attention_dropout_prob": "attn_dropout_prob",
     "embedding_size": "hidden_size",
+    "item_features": "items",
     **dict.fromkeys(("eval_setting", "split_ratio", "leave_one_num", "group_by_user"), "eval_args"),
     **dict.fromkeys(("min_user_inter_num", "max_user_inter_num"), "user_inter_num_interval"),
     **dict.fromkeys(("min_item_inter_num", "max_item_inter_num"), "item_inter_num_interval"),

@@ -179,12 +179,13 @@ class ItemContent:
             given: a frame, a file or several, or features.
             item: the column with the item ids, if it is neither that of the fitted features nor ``item_id``.
         """
-        kinds = {name: self._named(name) for name in self.blocks}
-        return ItemFeatures.of(given, item=item or self.id_column, kinds=kinds, just=True)
+        return ItemFeatures.of(given, item=item or self.id_column, kinds=self.kinds, just=True)
 
-    def _named(self, name: str) -> str:
-        kind = self.blocks[name].kind
-        return f"{kind}:{self.separators[name]}" if name in self.separators else kind
+    @property
+    def kinds(self) -> dict[str, str]:
+        """Column -> kind, as it is asked for."""
+        marks = {name: f":{mark}" for name, mark in self.separators.items()}
+        return {name: block.kind + marks.get(name, "") for name, block in self.blocks.items()}
 
     def save(self, folder: str | Path) -> None:
         """Write ``items.safetensors`` and ``items.json`` into a folder."""

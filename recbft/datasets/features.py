@@ -59,7 +59,7 @@ from recbft.system.files import user_path
 Kind = Literal["category", "set", "number", "words", "vector"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 USUAL_ITEM = "item_id"
-_TYPED_HEADER = {"token": "category", "token_seq": "set: ", "float": "number", "float_seq": "vector"}
+TYPED_HEADER = {"token": "category", "token_seq": "set: ", "float": "number", "float_seq": "vector"}
 _SEPARATORS = ("|", ";")  # at which text is cut into sets without being told so; a comma stands in titles too
 
 
@@ -186,7 +186,7 @@ class ItemFeatures:
         path = tables[0]
         if not source_files(path)[0].is_file():
             raise UserError(f"{path}: no such file; check the path")
-        typed = {name: _TYPED_HEADER.get(kind, "category") for name, kind in column_types(path).items()}
+        typed = {name: TYPED_HEADER.get(kind, "category") for name, kind in column_types(path).items()}
         names = [name for name in column_names(path) if name]
         named = _named(kinds, [*names, *(other.stem for other in paths if other != path)], str(path), just)
         id_column = _id_column(named, item, names, str(path), just)

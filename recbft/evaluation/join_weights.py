@@ -1,21 +1,27 @@
 """The weights of two models that are joined, fitted by how likely they make validation targets.
 
-    s_ui = a_b s_1ui + d_b s_2ui,   b the bin of item i                                                     (1)
-    L(a, d) = sum_u ( s_u,target - ln sum_i exp s_ui )      over the items i that u has not seen             (2)
+    s_ui = a_b s_1ui + d_b s_2ui,   b the bin of item i,   w_b = (a_b, d_b)                                  (1)
+    L(w) = sum_u ( s_u,target - ln sum_i exp s_ui )      over the items i that u has not seen                 (2)
+    w_b ~ N(w_0, (kappa I_0)^-1)      w_0 the one pair with the largest L, I_0 its information per target     (3)
+    kappa = tr((C + kappa P)^-1 C) / sum_b (w_b - w_0)' I_0 (w_b - w_0)      within [1, N]                    (4)
 
 (2) is concave in the weights, whose features are f_b = (s_1, s_2) within a bin and 0 outside: its gradient is f of the
 target less its mean under the softmax, and its Hessian less the covariance of f. Newton's method, with steps halved
-until (2) rises, finds its maximum. A bin without targets has only reasons to stand lower, so it has no weights of its
-own: it takes those of the next bin that has targets, or of the last.
+until it rises, finds the maximum of (2), and of (2) with the prior (3), whatever the units of the scores. So a bin of
+few targets stays near the weights of all, and one of many has its own. kappa is how many targets the prior is worth:
+by (4), C being minus the Hessian of (2) and P that of the prior over kappa, the bins' weights are as likely as can be.
 
-Users whose target is an item they have seen are left out, and of many users some are drawn from a fixed seed.
+A bin without targets has only reasons to stand lower, so it has no weights of its own: it takes those of the next bin
+that has targets, or of the last. Users whose target is an item they have seen are left out, and of many users some are
+drawn from a fixed seed.
 
+Source of (4): MacKay, Bayesian Interpolation (1992), equation 4.10.
 Shapes: N users, V items, G bins, of which K have targets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +43,7 @@ IntArray = NDArray[np.int64]
 FITTED_SCORES, FITTED_USERS = 40_000_000, 3000  # users by items that (2) is taken over, or users where that is more
 TOLERANCE = 1e-5  # of (2): what a whole step would still add
 MOST_STEPS, MOST_HALVINGS = 100, 40
+MOST_PRIORS, SETTLED = 12, 0.05  # values of kappa that are tried, and the relative change that ends it
 BYTES = 48  # per score that are alive at once
 
 
@@ -46,12 +53,13 @@ class JoinWeights(NamedTuple):
     weights: FloatArray  # (G, 2)
     targets: IntArray  # (G,) fitted targets in each bin
     source: IntArray  # (G,) the bin whose weights each has: its own where it has targets
+    prior_targets: float  # kappa of (3); 0 where one pair is fitted, which needs no prior
     log_likelihood: float  # (2) per target
     alone: tuple[float, float]  # the same with the weights (1, 0) and (0, 1)
 
 
 def fit_join(model: Join, dataset: Dataset, *, memory_mb: float = 256.0) -> JoinWeights:
-    """The weights of ``model.bins`` with the largest (2); the model is left as it is.
+    """The most likely weights of ``model.bins`` by (2) and (3); the model is left as it is.
 
     Raises:
         UserError: every validation target is an item that its user has seen.
@@ -85,7 +93,7 @@ def fit_weights(
     *,
     memory_mb: float = 256.0,
 ) -> JoinWeights:
-    """The weights with the largest (2).
+    """The most likely weights by (2) and (3).
 
     Args:
         first, second: states of the users, (N, D), and the item table of either model.
@@ -98,45 +106,82 @@ def fit_weights(
     full = np.flatnonzero(count)
     place = np.minimum(np.searchsorted(full, np.arange(num_bins)), len(full) - 1)  # among the bins with targets
     scores = _Scores(first, second, place[bins], len(full), targets, seen, memory_mb)
-    theta, value = _maximum(scores)
+    theta, value, kappa = _most_likely(scores, len(targets))
     alone = [scores.of(torch.tensor(one).expand(len(full), 2)).value for one in ([1.0, 0.0], [0.0, 1.0])]
     return JoinWeights(
         weights=theta.cpu().numpy()[place],
         targets=count,
         source=full[place],
+        prior_targets=kappa,
         log_likelihood=value / len(targets),
         alone=(alone[0] / len(targets), alone[1] / len(targets)),
     )
 
 
 class _Terms(NamedTuple):
-    """(2) at some weights."""
+    """(2), or (2) with the prior, at some weights."""
 
     value: float
     gradient: Tensor  # (2 K,)
     curvature: Tensor  # (2 K, 2 K) minus the Hessian
 
 
-def _maximum(scores: _Scores) -> tuple[Tensor, float]:
-    """The weights, (K, 2), and (2) there."""
-    theta = torch.zeros(scores.num_bins, 2, dtype=torch.float64)
-    here = scores.of(theta)
+def _most_likely(scores: _Scores, num_targets: int) -> tuple[Tensor, float, float]:
+    """The weights, (K, 2), with (2) there and kappa."""
+    K = scores.num_bins
+
+    def as_one(pair: Tensor) -> _Terms:
+        here = scores.of(pair.expand(K, 2))
+        return _Terms(here.value, here.gradient.view(K, 2).sum(dim=0), here.curvature.view(K, 2, K, 2).sum(dim=(0, 2)))
+
+    pair, at_pair = _maximum(as_one, torch.zeros(1, 2, dtype=torch.float64))
+    if K == 1:
+        return pair, at_pair.value, 0.0
+    prior = torch.block_diag(*[at_pair.curvature / num_targets] * K)  # P of (4)
+    kappa, theta = 1.0, pair.repeat(K, 1)
+
+    def with_prior(theta: Tensor) -> _Terms:
+        here, pull = scores.of(theta), kappa * prior @ (theta - pair).flatten()
+        penalty = float((theta - pair).flatten() @ pull) / 2
+        return _Terms(here.value - penalty, here.gradient - pull, here.curvature + kappa * prior)
+
+    for _ in range(MOST_PRIORS):
+        theta, here = _maximum(with_prior, theta)
+        moved = (theta - pair).flatten()
+        own = here.curvature - kappa * prior
+        determined = float(torch.trace(_inverse(here.curvature) @ own))
+        spread = float(moved @ prior @ moved)
+        value = here.value + kappa * spread / 2
+        before, kappa = kappa, min(max(determined / max(spread, 1e-300), 1.0), float(num_targets))  # (4)
+        if abs(kappa - before) <= SETTLED * before:
+            break
+    return theta, value, before
+
+
+def _inverse(curvature: Tensor) -> Tensor:
+    """By the scale of each number; directions in which nothing changes are left alone: their inverse is 0."""
+    scale = curvature.diagonal().clamp(min=0).rsqrt().nan_to_num(posinf=0)
+    scaled = scale[:, None] * curvature * scale
+    inverse: Tensor = scale[:, None] * torch.linalg.pinv(scaled, rtol=1e-12, hermitian=True) * scale
+    return inverse
+
+
+def _maximum(of: Callable[[Tensor], _Terms], theta: Tensor) -> tuple[Tensor, _Terms]:
+    """The weights with the largest value of a concave function, from given ones on, and its terms there."""
+    here = of(theta)
     for _ in range(MOST_STEPS):
-        # By the scale of each; directions in which nothing changes, such as the weight of scores of 0, are left alone.
-        scale = here.curvature.diagonal().clamp(min=0).rsqrt().nan_to_num(posinf=0)
-        curvature = scale[:, None] * here.curvature * scale
-        step = scale * (torch.linalg.pinv(curvature, rtol=1e-12, hermitian=True) @ (scale * here.gradient))
+        step = _inverse(here.curvature) @ here.gradient
         if float(step @ here.gradient) < TOLERANCE:
             break
         for _ in range(MOST_HALVINGS):
-            there = scores.of(theta + step.view_as(theta))
+            there = of(theta + step.view_as(theta))
             if there.value > here.value:
                 break
             step = step / 2
         else:
             break  # as high as rounding lets it rise
         theta, here = theta + step.view_as(theta), there
-    return theta, here.value
+    return theta, here
 
 
 class _Scores:

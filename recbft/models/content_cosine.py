@@ -9,6 +9,7 @@ Shapes: S histories, V items, F content width.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,12 @@ class ContentCosine(nn.Module, SequenceModel):
     def item_table(self) -> ItemTable:
         """The items' content."""
         return ItemTable(self.content, None)
+
+    def with_items(self, content: Tensor) -> ContentCosine:
+        """A copy that knows N more items, by their content, (N, F)."""
+        grown = copy.deepcopy(self)
+        grown.content = torch.cat([self.content, content.to(self.content)])
+        return grown
 
 
 def content_cosine(

@@ -93,6 +93,13 @@ class Join(nn.Module, SequenceModel):
         biases = [w * table.bias for w, table in zip(shares, tables, strict=True) if table.bias is not None]
         return ItemTable(weight, sum(biases[1:], biases[0]) if biases else None)
 
+    def of_grown(self, first: SequenceModel, second: SequenceModel, num_new: int) -> Join:
+        """The join of two models that know so many items more, which count as items without a training event."""
+        none = self.bins.new_zeros(num_new + 1)
+        grown = Join(first, second, none, by_count=len(self.weights) > 1)
+        grown.bins, grown.weights = torch.cat([self.bins, none[1:]]), self.weights
+        return grown.eval()
+
     def _as_read_by(self, part: SequenceModel, batch: Batch) -> Batch:
         """The batch as a model reads it by itself: with its own length, and what it appends."""
         if part.append is None and batch.items.shape[1] <= part.max_length:

@@ -22,6 +22,7 @@ from torch import Tensor
 from recbft.errors import UserError
 from recbft.models import MODELS
 from recbft.models.contract import ItemTable, read_histories
+from recbft.recbole.item_features import content_of
 from recbft.recbole.settings import run_config, warn_about_unknown
 from recbft.training.build import check_clock
 from recbft.training.optimiser import idle_settings, parameter_groups
@@ -39,11 +40,12 @@ class Adapter(SequentialRecommender):  # type: ignore[misc]
         config: RecBole's Config.
         dataset: the training part of RecBole's data.
         run: describes the model in place of the config.
+        content: (V + 1, F) what the model is to know of each item, in place of ``item_features`` of the data.
     """
 
     name: ClassVar[str]
 
-    def __init__(self, config: Any, dataset: Any, run: RunConfig | None = None) -> None:
+    def __init__(self, config: Any, dataset: Any, run: RunConfig | None = None, content: Tensor | None = None) -> None:
         super().__init__(config, dataset)
         if run is None:
             run = run_config(self.name, config.final_config_dict)
@@ -58,8 +60,10 @@ class Adapter(SequentialRecommender):  # type: ignore[misc]
         self.run = run
         self.warmup_steps = run.training.warmup_steps  # of its own trainer; 0 where the weights come ramped in
         self.item_tokens = dataset.field2id_token[self.ITEM_ID]  # (V + 1,) raw ids as text, the first is padding
-        counts = torch.from_numpy(training_counts(config, dataset))
-        self.recommender = cast(Any, run.build(counts))
+        counts = training_counts(config, dataset)
+        if content is None:
+            content = content_of(config, run, dataset, counts)
+        self.recommender = cast(Any, run.build(torch.from_numpy(counts), content))
         for key, why in idle_settings(self.recommender, run.training).items():
             log.warning("%s has no effect: %s", key.removeprefix("training."), why)
         # Its own trainer begins the warm-up at 0; another, which knows of none, is to train the model as it is used.

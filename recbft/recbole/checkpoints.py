@@ -110,6 +110,9 @@ def load_data_and_model(model_file: str) -> tuple[Any, ...]:
     RecBole itself unpickles a data set, loaders or (LDiffRec) item embeddings that lie saved where the config says:
     load those that you have made.
     """
+    from recbft.models import OF_BACKBONES
+    from recbft.recbole.adapter import Adapter
+
     quick_start = importlib.import_module("recbole.quick_start.quick_start")
     checkpoint = load_checkpoint(model_file)
     config: Any = checkpoint.get("config") if type(checkpoint) is dict else None
@@ -119,8 +122,12 @@ def load_data_and_model(model_file: str) -> tuple[Any, ...]:
     dataset = quick_start.create_dataset(config)
     parts = quick_start.data_preparation(config, dataset)
     quick_start.init_seed(config["seed"], config["reproducibility"])
-    model = model_class(config, parts[0]._dataset).to(config["device"])
-    model.load_state_dict(checkpoint["state_dict"])
+    state = checkpoint["state_dict"]
+    # What a model of ours knows of each item is among its weights, whatever features the config names.
+    content = state.get(f"recommender.{OF_BACKBONES}") if issubclass(model_class, Adapter) else None
+    known = {} if content is None else {"content": content}
+    model = model_class(config, parts[0]._dataset, **known).to(config["device"])
+    model.load_state_dict(state)
     model.load_other_parameter(checkpoint.get("other_parameter"))
     return config, model, dataset, *parts
 

@@ -56,8 +56,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def _read_our_defaults(configurator: ModuleType) -> None:
     """Let a Config read a model's defaults here, above RecBole's own files and below everything a user writes.
 
-    The columns that are read unless ``load_col`` says otherwise are those that the config calls user, item and time:
-    RecBole's own default leaves out the time that orders the events, and has fixed names.
+    The columns that are read unless ``load_col`` says otherwise are those that the config calls user, item and time,
+    and the item features it names: RecBole's own default leaves out the time that orders the events, and has fixed
+    names.
     """
     config: Any = configurator.Config
     read_own = config._load_internal_config_dict
@@ -65,10 +66,14 @@ def _read_our_defaults(configurator: ModuleType) -> None:
     def read(self: Any, model: str, model_class: type, dataset: str) -> None:
         read_own(self, model, model_class, dataset)
         if model in ADAPTED:
+            features_of = importlib.import_module("recbft.recbole.item_features")
             self._update_internal_config_dict(str(DEFAULTS / f"{model}.yaml"))
             known = {**self.internal_config_dict, **self.external_config_dict}
             names = [known[key] for key in ("USER_ID_FIELD", "ITEM_ID_FIELD", "TIME_FIELD")]
-            self.internal_config_dict["load_col"] = {"inter": [name for name in names if name is not None]}
+            columns = {"inter": [name for name in names if name is not None]}
+            if features := features_of.named_in(known.get(features_of.KEY)):
+                columns["item"] = [known["ITEM_ID_FIELD"], *features]
+            self.internal_config_dict["load_col"] = columns
 
     config._load_internal_config_dict = read
 

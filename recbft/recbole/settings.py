@@ -16,6 +16,7 @@ from recbft.config.recbole_yaml import ADAPTED, MODEL_KEYS, NAMED, is_done, near
 from recbft.config.yaml_text import refuse_repetition
 from recbft.errors import UserError
 from recbft.models import MODELS
+from recbft.recbole.item_features import KEY, named_in
 from recbft.training.run_config import RunConfig, TrainingConfig, load_run_config, sections_of
 
 MODEL_SECTIONS = ("backbone", "mixing", "moe", "core")
@@ -65,9 +66,16 @@ def run_config(name: str, values: Mapping[str, Any]) -> RunConfig:
         kinds = {key: kind for key, kind in field_types(sections[section]).items() if key not in READ_BY_RECBOLE}
         named.update({key: _whole(value, kinds.get(key)) for key, value in named.items()})
     try:
-        return load_run_config(**ours, model=adapted.model, arm=arm, seed=values.get("seed", 0), mixer=mixer)
+        run = load_run_config(**ours, model=adapted.model, arm=arm, seed=values.get("seed", 0), mixer=mixer)
     except UserError as error:
         raise UserError(_in_recboles_words(str(error), values)) from None
+    vector = run.backbone.item_vector
+    if not named_in(values.get(KEY)) and vector not in (None, "id"):
+        raise UserError(
+            f"item_vector is {vector!r}, but the config names no {KEY}; name columns of the .item file there, such as "
+            f"{KEY}: [class, release_year], or leave item_vector out"
+        )
+    return run
 
 
 def refuse_lost(run: RunConfig, *places: Mapping[str, Any]) -> None:
@@ -125,7 +133,7 @@ def refuse_unmeasured(values: Mapping[str, Any], of_lists: Collection[str]) -> N
 def warn_about_unknown(run: RunConfig, given: Mapping[str, Any], known_to_recbole: Collection[str]) -> None:
     """RecBole takes any key in silence: name those that neither it nor this run's model knows."""
     sections = sections_of(run.model, run.mixer)
-    ours = {"model", "dataset", "arm", "mixer", "training", *TRAINING, *MODEL_SECTIONS}
+    ours = {"model", "dataset", "arm", "mixer", "training", KEY, *TRAINING, *MODEL_SECTIONS}
     for section in MODEL_SECTIONS:
         ours |= set(field_types(sections[section]))
     ours |= {key for key, name in MODEL_KEYS.items() if name in field_types(sections["backbone"])}

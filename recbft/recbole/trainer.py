@@ -22,6 +22,7 @@ from torch import Tensor
 from recbft.config.fields import to_dict
 from recbft.config.recbole_yaml import ADAPTED
 from recbft.errors import UserError
+from recbft.recbole.item_features import KEY, named_in, read_features
 from recbft.recbole.settings import MODEL_SECTIONS, run_config
 from recbft.training.optimiser import clip_gradients, parameter_groups, warmup_ramp
 
@@ -83,16 +84,25 @@ def _changes(then: Any, now: Any) -> Iterator[str]:
             if before.get(key) != after.get(key):
                 yield f"{section}.{key} was {before.get(key)!r} and is {after.get(key)!r}"
     yield from (f"{key} was {old[key]!r} and is {new[key]!r}" for key in ("arm", "mixer") if old[key] != new[key])
+    features = [named_in(config[KEY]) for config in (then, now)]
+    if features[0] != features[1]:
+        yield f"{KEY} was {then[KEY]!r} and is {now[KEY]!r}"
 
 
 class TimedDataset(SequentialDataset):  # type: ignore[misc]
-    """RecBole's ``SequentialDataset``; a column that is missing is named as what it is."""
+    """RecBole's ``SequentialDataset``; a column that is missing is named as what it is, and item features are kept."""
 
     def _data_processing(self) -> None:
         self._refuse_missing_columns()
+        self.features_read = read_features(self)
         super()._data_processing()
         if self.benchmark_filename_list is not None:
             self._refuse_two_numberings()
+
+    def _user_item_feat_preparation(self) -> None:
+        for column in named_in(self.config[KEY]):  # which are read, and RecBole has filtered by them
+            self._del_col(self.item_feat, column)
+        super()._user_item_feat_preparation()
 
     def _refuse_missing_columns(self) -> None:
         columns = [] if self.inter_feat is None else list(self.inter_feat.columns)

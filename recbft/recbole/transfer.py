@@ -19,27 +19,35 @@ from recbft.config.fields import to_dict
 from recbft.config.recbole_yaml import ADAPTED
 from recbft.datasets import Dataset
 from recbft.datasets.config import DataConfig
+from recbft.datasets.content import ItemContent
+from recbft.datasets.loading import AUTO
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import Evaluation, evaluate
 from recbft.evaluation.probability import calibrations
+from recbft.models import OF_BACKBONES
 from recbft.recbole.adapter import Adapter
+from recbft.recbole.item_features import KEY
 from recbft.recbole.models import adapter_for
 from recbft.recbole.settings import MODEL_SECTIONS, OWN_TRAINING
 from recbft.runs import checkpoint
 from recbft.runs.environment import environment
 from recbft.runs.folder import RunFolder
 from recbft.training.build import build_model, new_state, run_protocol
-from recbft.training.bundle import load_trained, own_config, write_vocabulary
+from recbft.training.bundle import CONTENT_FOLDER, item_content, load_trained, own_config, write_vocabulary
 from recbft.training.card import write_card
 
 
 def recbole_settings(run: str | Path) -> dict[str, Any]:
     """What a RecBole config must say for this run's model: give it as ``config_dict``, with what names the data."""
-    config = own_config(RunFolder.open(run))
+    folder = RunFolder.open(run)
+    config = own_config(folder)
     known = [name for name, adapted in ADAPTED.items() if adapted.model == config.model]  # any: the arm is written
     if not known:
         raise UserError(f"{run} holds a {config.model!r} model, which RecBole has no name for here")
     written = to_dict(config)
+    from_item_file = (folder.checkpoint / CONTENT_FOLDER).is_dir() and any(
+        file == AUTO or file.endswith(".item") for file in config.data.items or ()
+    )
     return {
         "model": known[0],
         "arm": config.arm,
@@ -47,6 +55,7 @@ def recbole_settings(run: str | Path) -> dict[str, Any]:
         "MAX_ITEM_LIST_LENGTH": config.backbone.max_length,
         **{key: written[key] for key in ("mixer", *MODEL_SECTIONS) if written[key] is not None},
         **{key: written["training"][key] for key in ("learning_rate", "weight_decay", *OWN_TRAINING)},
+        **({KEY: ItemContent.load(folder.checkpoint / CONTENT_FOLDER).kinds} if from_item_file else {}),
     }
 
 
@@ -66,7 +75,8 @@ def from_run(run: str | Path, config: Any, dataset: Any) -> Adapter:
     if not hasattr(dataset, "field2id_token"):
         raise UserError(f"dataset is a {type(dataset).__name__}; give RecBole's data set, such as train_data._dataset")
     _, run_config, vocabulary, _, _, model = load_trained(run)
-    adapter: Adapter = adapter_for(run_config.model)(config, dataset, run_config)
+    content = model.state_dict().get(OF_BACKBONES)
+    adapter: Adapter = adapter_for(run_config.model)(config, dataset, run_config, content)
     numbers = vocabulary.encode(adapter.item_tokens[1:].tolist())
     _check_same_items(numbers, adapter.item_tokens[1:], model, str(run))
     adapter.recommender.load_state_dict(_reordered(model, numbers))
@@ -84,7 +94,8 @@ def to_run(model: Adapter, data: Dataset, out: str | Path) -> RunFolder:
         out: the run's own folder; must not hold anything.
 
     Raises:
-        UserError: the model or the data are not of ours, the items are not the same, or the folder is taken.
+        UserError: the model or the data are not of ours, items or their features are not the same, or the folder is
+            taken.
     """
     if not isinstance(model, Adapter):
         raise UserError(
@@ -105,11 +116,13 @@ def to_run(model: Adapter, data: Dataset, out: str | Path) -> RunFolder:
     _check_same_items(numbers, data.item_ids, model.recommender, "the RecBole model")
     with torch.random.fork_rng(devices=[]):
         ours: Any = build_model(config, data)
-    ours.load_state_dict(_reordered(model.recommender, numbers))
+    weights = _reordered(model.recommender, numbers)
+    _check_same_features(weights.get(OF_BACKBONES), ours.state_dict().get(OF_BACKBONES), data.name)
+    ours.load_state_dict(weights)
     run = RunFolder.create(
         out, config=config.to_yaml(), protocol=run_protocol(config, data, ours), environment=environment()
     )
-    write_vocabulary(run.checkpoint, data)
+    write_vocabulary(run.checkpoint, data, item_content(config, data.features, data.training_counts))
     taken = checkpoint.snapshot(
         model_state=ours.state_dict(),
         optimizer_state={},
@@ -147,6 +160,24 @@ def _check_same_items(numbers: NDArray[np.int64], ids: NDArray[Any], model: Any,
         raise UserError(
             f"{other} has {num_items:,} items and the data {len(ids):,}, of which {missing.size:,} are unknown to it"
             f"{example}; use the data that the model was trained on (`recbft data prepare --to recbole` writes it)"
+        )
+
+
+def _check_same_features(there: Tensor | None, here: Tensor | None, name: str) -> None:
+    """What the RecBole model knows of each item, (V + 1, F), is what the data have: None where there is nothing."""
+    if there is None and here is None:
+        return
+    if there is None:
+        raise UserError(
+            f"the RecBole model knows items by their numbers alone, and data set {name!r} has item features; load it "
+            "without items"
+        )
+    if here is None or here.shape != there.shape or not torch.allclose(here, there, atol=1e-5):
+        has = "has none as it is loaded here" if here is None else "has others as it is loaded here"
+        raise UserError(
+            f"the RecBole model reads item features, and data set {name!r} {has}; load it with the .item file that "
+            f"RecBole read (items='auto'), and with item_kinds as the {KEY} of its config: a column that is not named "
+            "there is skipped ({COLUMN: 'skip'})"
         )
 
 

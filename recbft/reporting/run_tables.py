@@ -59,6 +59,8 @@ def format_join(joined: Mapping[str, Any]) -> str:
         for row in joined["bins"]
         if row["weights_of"] != row["bin"]
     ]
+    if worth := joined.get("prior_targets"):
+        lines.append(f"prior: as if each bin had {worth:.3g} more targets that ask for the weights of all")
     return "\n".join(lines)
 
 

@@ -6,7 +6,7 @@ Shapes: V items known in training, N new ones, F content width.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,12 +19,15 @@ from recbft.datasets.features import ItemFeatures
 from recbft.datasets.vocabulary import Vocabulary, shown_id
 from recbft.errors import UserError
 from recbft.models.backbone import Backbone
+from recbft.models.content_cosine import ContentCosine
+from recbft.models.contract import SequenceModel
+from recbft.models.join import PARTS, Join
 
 
 class Grown(NamedTuple):
     """A model with more items."""
 
-    model: Backbone
+    model: SequenceModel
     vocabulary: Vocabulary
     counts: Tensor  # (V + N + 1,) events of each item in training, 0 for the new ones
     num_new: int  # N
@@ -50,21 +53,18 @@ def with_items(
         events: raw id -> how many events a new item has had so far; 0 unless given.
 
     Raises:
-        UserError: the model reads no item features; no column of it is there; a value does not fit its kind.
+        UserError: the model, or one of those joined, reads no item features; no column of it is there; a value does not
+            fit its kind.
     """
-    if not isinstance(model, Backbone) or model.item_belief is None:
-        raise UserError(
-            "this model knows items by their numbers alone, so it cannot list new ones; train it with item features "
-            "(Dataset.from_frame(events, items=...), or --items in a shell)"
-        )
-    transform = ItemContent.load(folder)
-    features = transform.read(given, item=item)
+    transforms = [ItemContent.load(place) for place in _places(model, folder)]
+    read = [transform.read(given, item=item) for transform in transforms]
+    features = read[0]
     new = np.flatnonzero(vocabulary.encode(features.ids) == 0)
     if not len(new):
         return Grown(model, vocabulary, counts, 0, None)
     chosen = features.aligned(features.ids[new])
-    content = transform.matrix(chosen)
-    unknown = ~content.known[1:]
+    each = [own.matrix(columns.aligned(chosen.ids)) for own, columns in zip(transforms, read, strict=True)]
+    unknown = ~np.any([content.known[1:] for content in each], axis=0)
     if unknown.any():
         warnings.warn(
             f"{features.source}: {int(unknown.sum()):,} of {len(new):,} new items have no value that the model knows, "
@@ -81,5 +81,30 @@ def with_items(
         if unknown_ids := [one for one, known in zip(events, index > len(vocabulary), strict=True) if not known]:
             raise UserError(f"events counts {shown_id(unknown_ids[0])}, which is none of the new items")
         seen[torch.from_numpy(index)] = torch.tensor([int(number) for number in events.values()])
-    grown = model.with_items(torch.from_numpy(content.values[1:]), seen[len(vocabulary) + 1 :])
+    contents = iter([torch.from_numpy(content.values[1:]) for content in each])
+    grown = _grown(model, contents, seen[len(vocabulary) + 1 :])
     return Grown(grown, longer, torch.cat([counts, counts.new_zeros(len(new))]), len(new), chosen)
+
+
+def _places(model: Any, folder: Path, who: str = "this model") -> list[Path]:
+    """Where the transform of each model's features lies: of the models that are joined in their order."""
+    if isinstance(model, Join):
+        named = zip(PARTS, model.parts, strict=True)
+        return [
+            place for name, part in named for place in _places(part, folder / name, f"the {name} model of this join")
+        ]
+    if isinstance(model, ContentCosine) or (isinstance(model, Backbone) and model.item_belief is not None):
+        return [folder]
+    raise UserError(
+        f"{who} knows items by their numbers alone, so it cannot list new ones; train it with item features "
+        "(Dataset.from_frame(events, items=...), or --items in a shell)"
+    )
+
+
+def _grown(model: Any, contents: Iterator[Tensor], counts: Tensor) -> Any:
+    """The model, or both of a join, with N more items, of content as it comes and with ``counts`` events so far."""
+    if isinstance(model, Join):
+        first, second = (_grown(part, contents, counts) for part in model.parts)
+        return model.of_grown(first, second, len(counts))
+    content = next(contents)
+    return model.with_items(content) if isinstance(model, ContentCosine) else model.with_items(content, counts)

@@ -114,7 +114,7 @@ def build_model(config: RunConfig, dataset: Dataset, device: torch.device = CPU)
         device: where it will be trained, of whose random numbers those of the run begin here.
     """
     counts = torch.from_numpy(np.asarray(dataset.training_weights))
-    transform, content = item_content(config, dataset), None
+    transform, content = item_content(config, dataset.features, dataset.training_counts), None
     if transform is not None and dataset.features is not None:
         content = torch.from_numpy(transform.matrix(dataset.features).values)
     model = config.build(counts, content)

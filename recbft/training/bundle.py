@@ -4,7 +4,8 @@ The vocabulary lies beside the best weights, so that no data set is needed:
 
 checkpoint/vocabulary.parquet    item_id, training_count, and the categories and sets of item features by which lists
                                  can be capped, as feature:NAME; a row per item, index order
-checkpoint/content/              how item features become vectors, where the model reads some
+checkpoint/content/              how item features become vectors, where the model reads some; of a join a folder for
+                                 each of its models, ``first`` and ``second``
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from recbft.config.fields import by_setting, to_dict
 from recbft.config.yaml_text import read_yaml
 from recbft.datasets import Dataset
 from recbft.datasets.content import ContentConfig, ItemContent
+from recbft.datasets.features import ItemFeatures
 from recbft.datasets.split import Splitting
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
@@ -69,13 +72,19 @@ def write_vocabulary(folder: Path, dataset: Dataset, content: ItemContent | None
         write_parquet(path, table)
 
 
-def item_content(config: RunConfig, dataset: Dataset) -> ItemContent | None:
-    """The transform of item features that a model reads, fitted on training; None where it reads none."""
+def item_content(
+    config: RunConfig, features: ItemFeatures | None, training_counts: NDArray[np.int64]
+) -> ItemContent | None:
+    """The transform of item features that a model reads, fitted on training; None where it reads none.
+
+    Args:
+        features: of a data set, None where it has none.
+        training_counts: its, (V + 1,).
+    """
     own = getattr(config.backbone, "item_vector", None)
-    if dataset.features is None or MODELS[config.model].content is None or own == "id":
+    if features is None or MODELS[config.model].content is None or own == "id":
         return None
-    how = ContentConfig(width=config.backbone.content_width)
-    return ItemContent.fit(dataset.features, dataset.training_counts, how)
+    return ItemContent.fit(features, training_counts, ContentConfig(width=config.backbone.content_width))
 
 
 class Trained(NamedTuple):

@@ -6,11 +6,13 @@ and its folder is made when all is done. ``protocol.json`` says in ``joined`` wh
     runs             run, weights (SHA-256), model, arm and seed of each
     bins             bin, items and targets in it, weights of first and second, and whose they are: ``weights_of``
     targets          how many the weights were fitted on
+    prior_targets    how many more a bin has, as it were, that ask for the weights of all targets; 0 with ``by`` none
     log_likelihood   per target, of the join and of each model alone
 """
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -33,7 +35,14 @@ from recbft.runs.folder import RunFolder
 from recbft.system.files import user_path
 from recbft.system.torchrun import refuse_several
 from recbft.training.build import new_state, run_protocol
-from recbft.training.bundle import OF_THE_MODEL, load_trained, own_config, refuse_other_data, write_vocabulary
+from recbft.training.bundle import (
+    CONTENT_FOLDER,
+    OF_THE_MODEL,
+    load_trained,
+    own_config,
+    refuse_other_data,
+    write_vocabulary,
+)
 from recbft.training.card import write_card
 from recbft.training.one_run import run_name
 from recbft.training.process_settings import memory_explained, run_settings
@@ -108,6 +117,9 @@ def join(
         )
         with new.locked():
             write_vocabulary(new.checkpoint, dataset)
+            for name, run in zip(PARTS, folders, strict=True):
+                if (content := run.checkpoint / CONTENT_FOLDER).is_dir():
+                    shutil.copytree(content, new.checkpoint / CONTENT_FOLDER / name)
             state = replace(new_state(config, dataset), run=new.identity, digits_from=digits_from(device))
             checkpoint.write(new.checkpoint, _snapshot(made, state))
             done = {"best_epoch": None, "epochs": 0, "steps": 0, "training_seconds": seconds}
@@ -201,7 +213,12 @@ def _bins(model: Join, dataset: Dataset, fitted: JoinWeights) -> Mapping[str, An
         if items[number]
     ]
     likelihood = {"join": fitted.log_likelihood, "first": fitted.alone[0], "second": fitted.alone[1]}
-    return {"bins": rows, "targets": int(fitted.targets.sum()), "log_likelihood": likelihood}
+    return {
+        "bins": rows,
+        "targets": int(fitted.targets.sum()),
+        "prior_targets": fitted.prior_targets,
+        "log_likelihood": likelihood,
+    }
 
 
 def _short(value: object) -> str:

@@ -73,7 +73,8 @@ class Session:
             def take() -> Loaded | None:
                 held.enter_context(self.run.locked())
                 self.run.remove_leftovers()
-                write_vocabulary(self.run.checkpoint, self.dataset, item_content(self.config, self.dataset))
+                content = item_content(self.config, self.dataset.features, self.dataset.training_counts)
+                write_vocabulary(self.run.checkpoint, self.dataset, content)
                 if not self.run.has_checkpoint:
                     return None
                 loaded = checkpoint.load(self.run.checkpoint)

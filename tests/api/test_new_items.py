@@ -68,11 +68,37 @@ def test_what_the_model_cannot_read_is_said(fitted):
         fitted.with_items(pd.DataFrame({"item_id": ["x", "y"], "genre": ["drama", "opera"]}))
 
 
-def test_a_model_of_numbers_alone_refuses(tmp_path):
-    plain = Recommender("sasrec", arm="matched", epochs=1, threads=1, hidden_size=8)
-    plain.fit(Dataset.from_frame(events(np.random.default_rng(0))), out=tmp_path / "run")
-    with pytest.raises(UserError, match="knows items by their numbers alone"):
+def test_models_of_content_alone_and_joins_list_them_too(fitted, tmp_path):
+    """The scores of the old items stay, and those of the new ones are the sums of what both models give."""
+    dataset = Dataset.from_frame(events(np.random.default_rng(0)), items=features(0, 30))
+    cosine = Recommender("content-cosine", content_width=4).fit(dataset, out=tmp_path / "cosine")
+    joined = Recommender.join(fitted, cosine, dataset=dataset, out=tmp_path / "join")
+    twice = Recommender.join(joined, cosine, dataset=dataset, by="none", out=tmp_path / "twice")
+
+    def scores(recommender, *history):
+        found = recommender.recommend({"ann": list(history)}, k=36, filter_seen=False)
+        return found.set_index("item")["score"].sort_index()
+
+    grown = [one.with_items(features(28, 36)) for one in (fitted, cosine, joined, twice)]
+    for one, more in zip((cosine, joined, twice), grown[1:], strict=True):
+        known = scores(one, "i0", "i3")
+        assert len(known) == 30 and len(scores(more, "i0")) == 36
+        np.testing.assert_allclose(scores(more, "i0", "i3")[known.index], known, rtol=1e-4, atol=1e-5)
+    new, weights = [f"i{n}" for n in range(30, 36)], joined._trained.model.weights.numpy()
+    first, second, both = (scores(one, "i0", "i3", "i31")[new] for one in grown[:3])
+    np.testing.assert_allclose(both, weights[0, 0] * first + weights[0, 1] * second, rtol=1e-4, atol=1e-5)
+    assert second.idxmax() == "i31"
+
+
+def test_a_model_of_numbers_alone_refuses(fitted, tmp_path):
+    dataset = Dataset.from_frame(events(np.random.default_rng(0)), items=features(0, 30))
+    plain = Recommender("sasrec", arm="matched", epochs=1, threads=1, hidden_size=8, item_vector="id")
+    plain.fit(dataset, out=tmp_path / "run")
+    with pytest.raises(UserError, match="this model knows items by their numbers alone"):
         plain.with_items(features(30, 31))
+    joined = Recommender.join(fitted, plain, dataset=dataset, out=tmp_path / "join")
+    with pytest.raises(UserError, match="the second model of this join knows items by their numbers alone"):
+        joined.with_items(features(30, 31))
 
 
 def test_the_shell_lists_them_too(fitted, tmp_path, capsys):

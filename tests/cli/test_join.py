@@ -54,8 +54,9 @@ def test_a_bin_without_targets_says_whose_weights_it_has(capsys, two, tmp_path):
 
     rows = [{"bin": "none", "items": 3, "targets": 0, "first": 1.0, "second": 2.0, "weights_of": "1-4"}]
     runs = [{"model": "sasrec", "arm": "bft"}, {"model": "content-cosine", "arm": "published"}]
-    *_, last = format_join({"runs": runs, "bins": rows}).splitlines()
-    assert last == "none: no target to fit on, so the weights of 1-4"
+    *_, elsewhere, prior = format_join({"runs": runs, "bins": rows, "prior_targets": 2.345}).splitlines()
+    assert elsewhere == "none: no target to fit on, so the weights of 1-4"
+    assert prior == "prior: as if each bin had 2.35 more targets that ask for the weights of all"
 
 
 @pytest.mark.parametrize(

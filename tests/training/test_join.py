@@ -82,6 +82,7 @@ def test_a_join_is_a_run_that_needs_neither_of_the_two(runs, described, tmp_path
         [row.tolist() for name, row in zip(model.names_of_bins, model.weights, strict=True) if name in by_bin],
         rtol=1e-6,
     )
+    assert joined["prior_targets"] >= 1 if by == "count" else joined["prior_targets"] == 0
     likely = joined["log_likelihood"]
     assert likely["join"] >= max(likely["first"], likely["second"])
 
