@@ -170,6 +170,7 @@ class Backbone(TrainableModel):
         self._told: tuple[Tensor, int, float] | None = None  # the ramp as it was set last, and its value
         self.item_belief = None if content is None else ItemBelief(config, training_counts, content)
         self.item_loss = ItemLoss(config, training_counts)
+        self.focal_exponent = nn.Parameter(torch.zeros(())) if self.item_loss.spec.has_exponent else None
         self._initialise(seed)
 
     def encode(self, batch: Batch, *, only: Tensor | None = None, vectors: Tensor | None = None) -> Belief:
@@ -221,7 +222,9 @@ class Backbone(TrainableModel):
             mean = self.encode(batch).mean.flatten(0, 1)
             weight, bias = self.item_table()
             bias = None if bias is None else bias[1:]
-            loss = self.item_loss(mean[learn], weight[1:], bias, wanted, seen, shares=shares)
+            loss = self.item_loss(
+                mean[learn], weight[1:], bias, wanted, seen, shares=shares, exponent=self.focal_exponent
+            )
         penalties = take_penalties(self)  # of mixers that have some; none at all for most
         return loss if penalties is None else loss + penalties
 
@@ -229,7 +232,7 @@ class Backbone(TrainableModel):
         self, batch: Batch, learn: Tensor, wanted: Tensor, seen: Tensor | None, shares: Tensor | None
     ) -> Tensor:
         """The loss with item vectors by (6.13) and scores by (6.16), among the items that have training events."""
-        items = self.item_belief
+        items, alpha = self.item_belief, self.focal_exponent
         assert items is not None
         counts = items.thinned_counts()
         vectors = self._vectors(counts)
@@ -239,7 +242,7 @@ class Backbone(TrainableModel):
             table = self.item_table()
             states = self.with_content(states, batch, learn)
             bias = None if table.bias is None else table.bias[1:]
-            return self.item_loss(states, table.weight[1:], bias, wanted, seen, shares=shares)
+            return self.item_loss(states, table.weight[1:], bias, wanted, seen, shares=shares, exponent=alpha)
         number = known.cumsum(0) - 1  # (V,) of each item among those
         weight, bias = vectors[1 : self.num_items + 1], None if self.item_bias is None else self.item_bias[1:]
         if not known.all():
@@ -247,7 +250,7 @@ class Backbone(TrainableModel):
             weight, bias = weight.index_select(0, rows), None if bias is None else bias.index_select(0, rows)
         seen = None if seen is None else torch.stack([seen[0], number[seen[1]]])
         added = items.pairs(batch, learn, counts) if items.num_events else None
-        return self.item_loss(states, weight, bias, number[wanted], seen, added, shares)
+        return self.item_loss(states, weight, bias, number[wanted], seen, added, shares, alpha)
 
     def user_states(self, batch: Batch) -> UserStates:
         """State and mean posterior precision at each history's last token."""

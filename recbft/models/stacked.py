@@ -149,6 +149,8 @@ def _check(model: nn.Module) -> None:
         raise _refused("item features")
     if LOSSES[model.config.loss].num_negatives:
         raise _refused(f"loss {model.config.loss!r}, which draws negatives")
+    if LOSSES[model.config.loss].has_exponent:
+        raise _refused(f"loss {model.config.loss!r}, whose exponent each learns for itself")
     for block in model.blocks:
         assert isinstance(block, Block)
         if block.moe is not None:

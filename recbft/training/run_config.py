@@ -159,7 +159,7 @@ class RunConfig:
         if self.mixer is not None and MIXERS[self.mixer].reads_back:
             hindrances.append(f"mixer {self.mixer!r}, which looks at numbers within a step")
         if self.backbone.loss != "ce":
-            hindrances.append(f"loss {self.backbone.loss!r}, which draws or leaves out items within a step")
+            hindrances.append(f"loss {self.backbone.loss!r}, which is not the plain cross-entropy")
         if self.moe.experts:
             hindrances.append("experts, which get as many tokens as ask for them")
         return hindrances[0] if hindrances else None
