@@ -18,8 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from recbft.autograd.boundaries import HALVES, eagerly
@@ -36,7 +38,8 @@ from recbft.models.contract import ItemTable, TrainableModel, UserStates
 from recbft.models.feed_forward import FeedForward
 from recbft.models.item_belief import ItemBelief, ItemVector, check_items
 from recbft.models.losses import ItemLoss, Negatives, check_loss, seen_items, shares_of
-from recbft.models.precision_channel import CoreConfig, ItemPrecision
+from recbft.models.precision_channel import LAM_MIN, CoreConfig, ItemPrecision
+from recbft.models.reliability import ReliabilityInput, ReliabilityPrecision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,8 @@ class BackboneConfig:
     negatives: Negatives | None = None  # of sampled_softmax; None means uniform
     gbce_t: float | None = None  # calibration of gbce in [0, 1]; None means 0.75
     item_vector: ItemVector | None = None  # what it is made of; None means belief with item features, id without
+    # what data.reliability becomes: a factor of the event's precision, or a vector added to its item's; None: unread
+    reads_reliability: Literal["precision", "input"] | None = None
     content_events: int = 5  # latest events whose content is compared with that of candidates; 0 compares none
     content_neighbours: int = 50  # of an event that are compared in training, the most similar ones
     content_width: int = 256  # numbers in the vector of a column of features, at most
@@ -115,7 +120,7 @@ class Backbone(TrainableModel):
     """
 
     ramp: Tensor
-    groups: Mapping[str, Group] = {"item_precision": "precision"}
+    groups: Mapping[str, Group] = {"item_precision": "precision", "reliability_precision": "precision"}
     per_item = (
         "item_embedding.weight",
         "item_bias",
@@ -165,6 +170,17 @@ class Backbone(TrainableModel):
             self.item_precision = ItemPrecision(
                 core, token_counts, num_items=self.num_items, hidden_size=D, head_width=head_width, content=content
             )
+        self.reliability_precision = self.reliability_input = None
+        if config.reads_reliability == "precision":
+            if core is None:
+                raise UserError(
+                    "backbone.reads_reliability is 'precision', but this model tracks none; take arm bft, or "
+                    "reads_reliability input"
+                )
+            self.reliability_precision = ReliabilityPrecision()
+        elif config.reads_reliability == "input":
+            self.reliability_input = ReliabilityInput(D)
+        self.reads_reliability = config.reads_reliability is not None
         # The warm-up w of the precision and recency biases, as of the last optimiser step: evaluation uses it.
         self.register_buffer("ramp", torch.zeros(()))
         self._told: tuple[Tensor, int, float] | None = None  # the ramp as it was set last, and its value
@@ -189,12 +205,17 @@ class Backbone(TrainableModel):
         mean = self.embedding_scale * embedded
         if self.position_embedding is not None:
             mean = mean + self.position_embedding(self._positions(batch))
+        if self.reliability_input is not None and batch.reliability is not None:
+            mean = mean + self.reliability_input(batch.reliability)
         if self.norm_embedding is not None:
             mean = self.norm_embedding(mean)
         mean = self.dropout(mean)
         precision = torch.ones_like(mean[..., :1])
         if self.item_precision is not None:
             precision = self.item_precision(batch.items, embedded)
+            if self.reliability_precision is not None and batch.reliability is not None:
+                factor = self.reliability_precision(batch.reliability)
+                precision = (factor * precision).clamp(LAM_MIN, self.item_precision.lam_max)
         belief, ramp = Belief(mean, precision.expand_as(mean)), self._ramp()
         context = self._context(batch)
         for block in self.blocks[:-1]:
@@ -251,6 +272,12 @@ class Backbone(TrainableModel):
         seen = None if seen is None else torch.stack([seen[0], number[seen[1]]])
         added = items.pairs(batch, learn, counts) if items.num_events else None
         return self.item_loss(states, weight, bias, number[wanted], seen, added, shares, alpha)
+
+    def fit_reliability(self, values: NDArray[np.float64]) -> None:
+        """Take the quantiles (5.12) of the reliability of the training events, (n,), NaN where it is missing."""
+        for part in (self.reliability_precision, self.reliability_input):
+            if part is not None:
+                part.quantiles.fit(values)
 
     def user_states(self, batch: Batch) -> UserStates:
         """State and mean posterior precision at each history's last token."""
@@ -381,8 +408,8 @@ class Backbone(TrainableModel):
         With ``xavier`` the same numbers are drawn, and those of linear maps are scaled.
         """
         shared, own = (torch.Generator().manual_seed(2 * seed + part) for part in (0, 1))
-        # Update rules start where they say, and draw nothing that arms share.
-        rules = {f"blocks.{number}.update." for number in range(len(self.blocks))}
+        # These start where they say, and draw nothing that arms share.
+        rules = {"reliability_", *(f"blocks.{number}.update." for number in range(len(self.blocks)))}
         groups = self.optimiser_groups()
         linear = {f"{path}.weight" for path, part in self.named_modules() if isinstance(part, nn.Linear)}
         for name, parameter in self.named_parameters():

@@ -60,6 +60,11 @@ class Adapter(SequentialRecommender):  # type: ignore[misc]
         self.item_tokens = dataset.field2id_token[self.ITEM_ID]  # (V + 1,) raw ids as text, the first is padding
         counts = torch.from_numpy(training_counts(config, dataset))
         self.recommender = cast(Any, run.build(counts))
+        if run.reads_reliability:
+            raise UserError(
+                "backbone.reads_reliability has no effect in RecBole, which gives a model the items and times of a "
+                "history alone; leave it out, or train with recbft"
+            )
         for key, why in idle_settings(self.recommender, run.training).items():
             log.warning("%s has no effect: %s", key.removeprefix("training."), why)
         # Its own trainer begins the warm-up at 0; another, which knows of none, is to train the model as it is used.

@@ -172,6 +172,11 @@ class RunConfig:
         return "mixing.time" if getattr(self.mixing, "time", False) else None
 
     @property
+    def reads_reliability(self) -> bool:
+        """Whether the model looks at the reliability of events."""
+        return getattr(self.backbone, "reads_reliability", None) is not None
+
+    @property
     def parts(self) -> dict[str, RunConfig]:
         """The configurations of the models that a join is made of, by their names in it; none of any other model."""
         if not isinstance(self.backbone, JoinConfig):

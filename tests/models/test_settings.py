@@ -18,7 +18,7 @@ SHARED = {
     "output_projection": False,
     "loss": "ce", "num_negatives": None, "negatives": None, "gbce_t": None,
     "item_vector": None, "content_events": 5, "content_neighbours": 50, "content_width": 256, "content_mean": True,
-    "thinned_items": 0.12, "linear_init": None, "recency_start": None,
+    "thinned_items": 0.12, "reads_reliability": None, "linear_init": None, "recency_start": None,
 }  # fmt: skip
 OWN = {
     "sasrec": {"attention_dropout": None, "activation": "gelu", "layer": "pre_norm", "dropout": 0.5, "norm_eps": 1e-8},
