@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from recbft.datasets.config import DataConfig
+    from recbft.training.run_config import RunConfig
 
 _PIPE = Path("-")
 _TABLES = (".parquet", ".pq", ".json", ".jsonl", ".ndjson", ".inter")  # which always name their columns
@@ -122,7 +123,8 @@ def recommend(
         with _as_file(histories) as file:
             how = _as_trained(file, recommender.config.data, how) | how
             filters = _filters(file, folder.protocol, how)
-            events = histories_from_file(file, **how, **filters)
+            known = _reliability(file, recommender.config, how)
+            events = histories_from_file(file, **how, **filters, reliability=known)
         _say_left_out(events.attrs, **filters)
         barred, only = (_choice(file, recommender.config.data, how) for file in (exclude, candidates))
         instead: Any = None if fallback is None else fallback.value
@@ -189,6 +191,17 @@ def _as_trained(file: Path, own: DataConfig, how: dict[str, Any]) -> dict[str, A
             return {}
     found = form | {name: column for name, column in trained.items() if column in there}
     return found if own.user is not None else {name: column for name, column in found.items() if name != "session"}
+
+
+def _reliability(file: Path, config: RunConfig, how: dict[str, Any]) -> str | None:
+    """The column of ``file`` that holds what the run reads of how reliable events are; None where it has none."""
+    from recbft.datasets.formats import column_names
+    from recbft.serving.histories import RELIABILITY
+
+    if not config.reads_reliability:
+        return None
+    there = how.get("columns") or column_names(file, how.get("separator"))
+    return next((name for name in (config.data.reliability, RELIABILITY) if name in there), None)
 
 
 def _filters(file: Path, protocol: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:

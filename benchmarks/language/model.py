@@ -4,9 +4,9 @@ The model is ``sasrec`` with all of its arms, mixers and its precision channel: 
 every token, learned positions or those of the mixer. Its item counts are the tokens' counts in the training text, from
 which precision starts.
 
-    focal   (1 - p)^gamma (-log p),  gamma = softplus(alpha), alpha learned, from 0      in place of -log p
+    focal   equation (6.18) of ``recbft.models.losses`` in place of -log p
 
-Source: Precision Tracked Transformer (arXiv 2605.18832), section 5.3; focal loss: its appendix O.2, equation 16.
+Source: Precision Tracked Transformer (arXiv 2605.18832), section 5.3.
 Shapes: B windows, T tokens, V vocabulary.
 """
 
@@ -29,6 +29,7 @@ from recbft.errors import RunError, UserError
 from recbft.mixers import MIXERS, MixerOptions, SoftmaxAttention
 from recbft.mixers.boosted import MlpGate
 from recbft.models import MODELS, CoreConfig
+from recbft.models.losses import focal_losses
 from recbft.models.sasrec import SASRecConfig
 from recbft.training.optimiser import clip_gradients, parameter_groups, warmup_ramp
 from recbft.training.run_config import TrainingConfig
@@ -117,8 +118,7 @@ class Focal(nn.Module):
 
     def forward(self, losses: Tensor) -> Tensor:
         """-log p of each token, (N,), to the mean loss."""
-        wrong = (-torch.expm1(-losses)).clamp(min=1e-6)
-        return (wrong ** F.softplus(self.alpha) * losses).mean()
+        return focal_losses(losses, self.alpha).mean()
 
 
 def make_model(arm: Arm, size: Size, corpus: Corpus, seed: int) -> Any:

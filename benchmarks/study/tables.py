@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ import pandas as pd
 import yaml
 
 from benchmarks.command import finish, parser
-from benchmarks.study import read_out
+from benchmarks.study import by_noise, read_out
 from benchmarks.study.choose import difference, percent
 from benchmarks.study.ledger import arms_of, check_alike, read
 from benchmarks.study.overview import ITEMS, PUBLISHED, VALIDATION, Arms, comparisons
@@ -189,12 +190,18 @@ def summary(reports: Path, name: str) -> str:
     return markdown_table([shape.first, *columns], cells)
 
 
+def noise(reports: Path, kind: str) -> str:
+    """What arms differ by from `matched+recency`, by data and level of noise."""
+    return by_noise.table(read(reports / "noise.csv"), kind)
+
+
 COMPUTED: Mapping[str, Callable[[Path], str]] = {
     "gains": gains,
     "strongest": strongest,
     "steps": steps,
     "checks": checks,
     "read-out": lambda reports: read_out.table(read(reports / "read_out.csv", read_out.COLUMNS)),
+    **{f"noise-{kind}": partial(noise, kind=kind) for kind in ("targets", "distractors", "reliability")},
 }
 
 

@@ -282,8 +282,9 @@ class Recommender:
         Args:
             histories: raw item ids, oldest first, by user (a mapping, or a pandas series of lists), without users (a
                 sequence of sequences, numbered from 0), or a data frame (pandas, polars, pyarrow) in time order with
-                columns ``user_id`` and ``item_id``, and ``timestamp`` for a model that reads times, or with those of
-                the frame or file that the run was trained on. Users need not have been seen in training. Events are
+                columns ``user_id`` and ``item_id``, and ``timestamp`` for a model that reads times and ``reliability``
+                for one that reads that (missing where it is left out), or with those of the frame or file that the run
+                was trained on. Users need not have been seen in training. Events are
                 taken as they are: filter them as the training data were.
             filter_seen: leave out the items of the history itself.
             exclude: raw ids of items that no list may hold, such as what is sold out; or a mapping from users to such
@@ -618,7 +619,8 @@ class Recommender:
     def _in_usual_columns(self, histories: Any) -> Any:
         """A frame of histories may have the names of columns that the run's data had."""
         data = self.config.data
-        return in_usual_columns(histories, data.user, data.item, data.time, data.session)
+        known = data.reliability if self.config.reads_reliability else None
+        return in_usual_columns(histories, data.user, data.item, data.time, data.session, known)
 
     def _fitted(self) -> TrainedRun:
         if self._trained is None:

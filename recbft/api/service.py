@@ -22,10 +22,12 @@ from recbft.config.fields import is_whole
 from recbft.datasets.events import USUAL_TIME
 from recbft.errors import UserError, did_you_mean, shown
 from recbft.runs.folder import RunFolder
-from recbft.serving.histories import as_list
+from recbft.serving.histories import RELIABILITY, as_list
 from recbft.serving.lists import Recommended, check_k
 
-KEYS = ("histories", "times", "k", "exclude", "candidates", "cap", "filter_seen", "fallback")  # of a request for lists
+BESIDE = {"times": USUAL_TIME, "reliability": RELIABILITY}  # what may stand beside items, and its column
+# of a request for lists
+KEYS = ("histories", *BESIDE, "k", "exclude", "candidates", "cap", "filter_seen", "fallback")
 TRY_AGAIN = 30.0  # seconds after which a run that could not be loaded is tried again: it may have been half copied
 Identity = tuple[str, int, int]
 _EXAMPLE = 'such as {"histories": {"ann": ["tea", "milk"]}, "k": 10}'
@@ -111,7 +113,7 @@ class Service:
             request: a mapping with ``histories``, raw item ids by user (a mapping, or a list of lists, whose users are
                 numbered from 0), and what else ``Recommender.recommend_lists`` takes; None is not given. ``times``
                 holds whole numbers in the form of the histories, in the unit of the training data, for a model that
-                reads them.
+                reads them, and ``reliability`` numbers, or None where it is missing.
 
         Returns:
             ``run``, ``weights`` and ``lists``: for each user, in the order of the request, ``user``, ``items``,
@@ -128,7 +130,7 @@ class Service:
         asked = {key: value for key, value in request.items() if value is not None}
         if "histories" not in asked:
             raise UserError(f"the request has no histories; give lists of item ids by user, {_EXAMPLE}")
-        histories, times = asked.pop("histories"), asked.pop("times", None)
+        histories, beside = asked.pop("histories"), {key: asked.pop(key) for key in BESIDE if key in asked}
         if not isinstance(histories, (dict, list)):
             raise UserError(f"histories is {shown(histories)}; give lists of item ids by user, {_EXAMPLE}")
         if len(histories) > self.limits.users:
@@ -138,7 +140,7 @@ class Service:
             )
         asked["k"] = self._checked_k(asked.get("k"))
         held, users = self._held, list(histories) if isinstance(histories, dict) else list(range(len(histories)))
-        given = histories if times is None else _with_times(users, histories, times)
+        given = _with_columns(users, histories, beside) if beside else histories
         answers = held.recommender.recommend_lists(given, **asked)
         return {**held.named, "lists": [_as_json(*each) for each in zip(users, answers, strict=True)]}
 
@@ -166,7 +168,7 @@ class Service:
         identity = _identity(self.path)  # before: a run that is put there meanwhile is loaded next
         recommender = Recommender.load(self.path)
         known = recommender.item_vectors().items[:1].tolist()
-        recommender.recommend_lists(_with_times([0, 1], [known, []], [[0], []]), 1, fallback="popular")
+        recommender.recommend_lists(_with_columns([0, 1], [known, []], {"times": [[0], []]}), 1, fallback="popular")
         return Held(recommender, identity)
 
 
@@ -180,29 +182,50 @@ def _identity(path: Path) -> Identity | None:
     return str(file), found.st_ino, found.st_mtime_ns
 
 
-def _with_times(users: Sequence[Any], histories: Any, times: Any) -> Any:
-    """Histories as a frame of events; of users without one there is a blank item, which no model knows."""
-    if isinstance(histories, Mapping) and isinstance(times, Mapping):
-        times = [times.get(user, ()) for user in users]
-        histories = list(histories.values())
-    if isinstance(histories, Mapping) or not isinstance(times, list) or len(times) != len(users):
-        raise UserError("times and histories have different forms; give a list of times for each history")
-    rows: list[tuple[Any, Any, Any]] = []
-    for user, items, own in zip(users, histories, times, strict=True):
-        items, own = as_list(items, f"the history of user {user!r} is"), as_list(own, f"times of user {user!r} is")
-        if len(items) != len(own):
-            raise UserError(f"user {user!r} has {len(items)} items and {len(own)} times; give a time for each item")
-        for time in own:
-            if not (is_whole(time) and -(2**63) <= time < 2**63):
-                raise UserError(f"a time of user {user!r} is {shown(time)}; give whole numbers of 64 bits")
-        rows += [(user, *event) for event in zip(items, own, strict=True)] or [(user, None, None)]
-    known = [time for _, _, time in rows if time is not None]
-    if not known:
+def _with_columns(users: Sequence[Any], histories: Any, beside: Mapping[str, Any]) -> Any:
+    """Histories as a frame of events; of users without one there is a blank item, which no model knows.
+
+    Args:
+        beside: what stands beside the items, by its name in ``BESIDE``, in the form of the histories.
+    """
+    by_user = isinstance(histories, Mapping)
+    lists = list(histories.values()) if by_user else histories
+    lists = [as_list(items, f"the history of user {user!r} is") for user, items in zip(users, lists, strict=True)]
+    if not any(lists):
         return dict.fromkeys(users, ())
-    user, item, time = (list(column) for column in zip(*rows, strict=True))
-    filled = np.array([known[0] if one is None else one for one in time], np.int64)
-    return pd.DataFrame({"user_id": pd.Series(user, dtype=object), "item_id": pd.Series(item, dtype=object),
-                         USUAL_TIME: filled})  # fmt: skip
+    frame = pd.DataFrame(
+        {
+            "user_id": pd.Series(
+                [user for user, own in zip(users, lists, strict=True) for _ in own or (0,)], dtype=object
+            ),
+            "item_id": pd.Series([item for own in lists for item in own or (None,)], dtype=object),
+        }
+    )
+    for name, values in beside.items():
+        if by_user and isinstance(values, Mapping):
+            values = [values.get(user, ()) for user in users]
+        elif by_user or not isinstance(values, list) or len(values) != len(users):
+            raise UserError(f"{name} and histories have different forms; give a list of {name} for each history")
+        found: list[Any] = []
+        for user, items, given in zip(users, lists, values, strict=True):
+            own = as_list(given, f"{name} of user {user!r} is")
+            if len(items) != len(own):
+                raise UserError(f"user {user!r} has {len(items)} items and {len(own)} {name}; give one for each item")
+            for one in own:
+                _check_beside(name, user, one)
+            found += own or [None]
+        known = next((one for one in found if one is not None), 0)
+        kind = np.int64 if name == "times" else np.float64
+        frame[BESIDE[name]] = np.array([known if one is None and name == "times" else one for one in found], kind)
+    return frame
+
+
+def _check_beside(name: str, user: Any, one: Any) -> None:
+    if name == "times" and not (is_whole(one) and -(2**63) <= one < 2**63):
+        raise UserError(f"a time of user {user!r} is {shown(one)}; give whole numbers of 64 bits")
+    is_number = isinstance(one, (int, float)) and not isinstance(one, bool)
+    if name == "reliability" and one is not None and not (is_number and abs(one) < np.inf):
+        raise UserError(f"a reliability of user {user!r} is {shown(one)}; give numbers, or null where it is missing")
 
 
 def _as_json(user: Any, answer: Recommended) -> dict[str, Any]:

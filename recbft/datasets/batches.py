@@ -27,7 +27,7 @@ HISTORIES_PER_BATCH = 256  # read at once in evaluation; on a CPU more take more
 
 
 class Batch(NamedTuple):
-    """Packed histories; all tensors int64 but for the weights, which are float64."""
+    """Packed histories; all tensors int64 but for weights and reliability, which are float64."""
 
     items: Tensor  # (B, T) item index, 0 padding
     segment: Tensor  # (B, T) history number within the batch, -1 padding
@@ -39,6 +39,7 @@ class Batch(NamedTuple):
     earlier: Tensor | None = None  # (E,) items that stand before what is read, history by history; None where not asked
     num_earlier: Tensor | None = None  # (S,) how many of them are each history's
     weight: Tensor | None = None  # (B, T) of each target, 0 elsewhere; None where all count alike
+    reliability: Tensor | None = None  # (B, T) of each event that is read, NaN where it is missing, and elsewhere
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device, in one copy that is not waited for where the device allows it."""
@@ -101,6 +102,7 @@ def pack_histories(
     *,
     times: IntArray | None = None,
     weights: FloatArray | None = None,
+    reliability: FloatArray | None = None,
     with_targets: bool = False,
     with_next_times: bool = False,
     append: int | None = None,
@@ -114,6 +116,7 @@ def pack_histories(
         times: time per event, (E,), or None.
         weights: of every event as a target, (E,), or None: each token gets that of its target, the event itself
             without ``with_targets``.
+        reliability: per event, (E,), or None; what is appended has none.
         with_targets: the history's target at its last token is ``items[stop]``, which the caller warrants to exist.
         with_next_times: every token gets the time of the event after it, with the same warrant for ``times[stop]``.
         append: an item put after each history's last event, such as a mask, at the time of that event.
@@ -135,7 +138,7 @@ def pack_histories(
         appended = np.cumsum(lengths) - 1
         event[appended] = np.maximum(event[appended] - 1, 0)  # whatever stands there is replaced; its time is kept
 
-    def fill(values: IntArray | FloatArray, empty: int) -> Tensor:
+    def fill(values: IntArray | FloatArray, empty: float) -> Tensor:
         grid = np.full(num_rows * width, empty, dtype=values.dtype)
         grid[cell] = values
         return torch.from_numpy(grid.reshape(num_rows, width))
@@ -143,6 +146,9 @@ def pack_histories(
     read = items[event]
     if appended is not None:
         read[appended] = append
+    known = None if reliability is None else reliability[event]
+    if known is not None and appended is not None:
+        known[appended] = np.nan
     assert times is not None or not with_next_times
     return Batch(
         items=fill(read, 0),
@@ -155,6 +161,7 @@ def pack_histories(
         earlier=None if first is None else torch.from_numpy(items[ranges(first, start)]),
         num_earlier=None if first is None else torch.from_numpy(start - first),
         weight=None if weights is None else fill(weights[event + with_targets], 0),
+        reliability=None if known is None else fill(known, np.nan),
     )
 
 
@@ -165,6 +172,7 @@ def history_batches(
     *,
     max_length: int,
     times: IntArray | None = None,
+    reliability: FloatArray | None = None,
     histories_per_batch: int = HISTORIES_PER_BATCH,
     with_next_times: bool = False,
     append: int | None = None,
@@ -177,7 +185,13 @@ def history_batches(
     for first in range(0, start.size, histories_per_batch):
         chosen = slice(first, first + histories_per_batch)
         yield pack_histories(
-            items, start[chosen], stop[chosen], times=times, with_next_times=with_next_times, append=append
+            items,
+            start[chosen],
+            stop[chosen],
+            times=times,
+            reliability=reliability,
+            with_next_times=with_next_times,
+            append=append,
         )
 
 
@@ -241,12 +255,13 @@ class TrainingBatches(EpochBatches):
         samples: SampleKind = "last",
         times: IntArray | None = None,
         weights: FloatArray | None = None,
+        reliability: FloatArray | None = None,
         with_next_times: bool = False,
         with_earlier: bool = False,
     ) -> None:
         trainable = stop - start >= 2
         self.items, self.times, self.batch_size, self.seed = items, times, batch_size, seed
-        self.weights = _telling(weights, start, stop)
+        self.weights, self.reliability = _telling(weights, start, stop), reliability
         self.with_next_times, self.with_earlier = with_next_times, with_earlier
         # Inputs end one event before the last training event, which is the last target.
         self.samples = Samples(samples, start[trainable], stop[trainable] - 1, length=max_length, seed=seed)
@@ -258,7 +273,7 @@ class TrainingBatches(EpochBatches):
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """The batches of one epoch, in that epoch's order."""
-        how: dict[str, Any] = {"times": self.times, "weights": self.weights}
+        how: dict[str, Any] = {"times": self.times, "weights": self.weights, "reliability": self.reliability}
         how |= {"with_targets": True, "with_next_times": self.with_next_times}
         start, stop, first = self.samples.of_epoch(epoch)
         for chosen in self._chosen(epoch, start.size):
@@ -299,12 +314,13 @@ class ClozeBatches(EpochBatches):
         mask_seed: int = 0,
         times: IntArray | None = None,
         weights: FloatArray | None = None,
+        reliability: FloatArray | None = None,
         cut: bool = True,
         with_earlier: bool = False,
     ) -> None:
         trainable = stop - start >= 2
         self.items, self.times, self.batch_size, self.seed = items, times, batch_size, seed
-        self.weights = _telling(weights, start, stop)
+        self.weights, self.reliability = _telling(weights, start, stop), reliability
         self.samples = Samples(samples, start[trainable], stop[trainable], length=max_length, least=2, seed=seed)
         self.mask, self.mask_seed = mask, mask_seed
         self.mask_probability, self.last_item_probability = mask_probability, last_item_probability
@@ -340,7 +356,11 @@ class ClozeBatches(EpochBatches):
             asked = (end - 1)[masked[end - 1]]
             times[asked] = times[asked - 1]
         weights = None if self.weights is None else self.weights[event]
-        batch = pack_histories(np.where(masked, self.mask, items), end - kept, end, times=times, weights=weights)
+        # what is masked is not known, and neither is how reliable it was
+        known = None if self.reliability is None else np.where(masked, np.nan, self.reliability[event])
+        batch = pack_histories(
+            np.where(masked, self.mask, items), end - kept, end, times=times, weights=weights, reliability=known
+        )
         if self.with_earlier:
             earlier = torch.from_numpy(self.items[ranges(whole, start)])
             batch = batch._replace(earlier=earlier, num_earlier=torch.from_numpy(start - whole))

@@ -13,14 +13,14 @@ from typing import Any, Literal
 from recbft.datasets.dataset import Dataset, check_parts_named
 from recbft.datasets.features import kinds_in
 from recbft.datasets.formats import ending, is_there, whole_path
-from recbft.datasets.loading import AUTO, DATA_ROOT_VARIABLE, SYNTHETIC, default_dataset, is_known, place_of
+from recbft.datasets.loading import AUTO, DATA_ROOT_VARIABLE, ROLES, SYNTHETIC, default_dataset, is_known, place_of
 from recbft.datasets.prepare import Preparation
 from recbft.datasets.split import SETTINGS, Point, Splitting
 from recbft.errors import MissingColumnError, UserError
 
 # how a file is read, and those beside it
-READ_BY = ("user", "item", "time", "session", "weight", "split_column", "validation", "test", "separator", "columns")
 PART_FILES = ("validation", "test")
+READ_BY = (*ROLES, *PART_FILES, "separator", "columns")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,7 @@ class DataConfig:
     time: str | None = None
     session: str | None = None  # each of its values a history: instead of a user, or of each user
     weight: str | None = None  # a number >= 0 per event, which multiplies its loss as a target; 0 teaches nothing
+    reliability: str | None = None  # a number per event, or none, that a model may read: backbone.reads_reliability
     split_column: str | None = None  # says train, valid or test of each event: a split of the data's own
     validation: str | None = None  # a file of the events that validate, where dataset holds those that train
     test: str | None = None  # and one of those that test
@@ -168,6 +169,9 @@ class DataConfig:
             missing = error.column if isinstance(error, MissingColumnError) else None
             if dataset is not None and missing is not None and missing == self.weight:  # trained by, not evaluated
                 return replace(self, weight=None).load_again(dataset, data_root, **how)
+            if dataset is not None and missing is not None and missing == self.reliability:
+                warnings.warn(f"{error}: the reliability of its events counts as missing", stacklevel=2)
+                return replace(self, reliability=None).load_again(dataset, data_root, **how)
             if dataset is not None and missing is not None and missing == self.split_column:
                 return replace(self, split_column=None, **no_split).load_again(dataset, data_root, **how)
             if dataset is not None:

@@ -43,6 +43,7 @@ from recbft.datasets.hashing import sha256_of, text_parts
 from recbft.datasets.loading import (
     AUTO,
     CANONICAL,
+    EXTRA_ROLES,
     METADATA_KEY,
     SYNTHETIC,
     Counts,
@@ -82,10 +83,12 @@ class Dataset:
     user_ids: NDArray[Any]  # (U,) int64, or object holding str
     item_ids: NDArray[Any]  # (V,) int64, or object holding str
     weights: NDArray[np.float64] | None = None  # (E,) how much each event counts as something to learn
+    reliability: NDArray[np.float64] | None = None  # (E,) how far each can be trusted, NaN where nobody knows
     parts: NDArray[np.int8] | None = None  # (E,) a place in ``PARTS``, of data with a split of their own
     preparation: dict[str, Any] = field(default_factory=dict)  # source, filters, counts before and after; JSON-able
-    # user, item, time, and session, weight and split_column where there is one: the columns of the frame or file it was
-    # made of, None for those that a card or a canonical file has; empty where it is one of these as it stands
+    # user, item, time, and session, weight, reliability and split_column where there is one: the columns of the frame
+    # or file it was made of, None for those that a card or a canonical file has; empty where it is one of these as it
+    # stands
     columns: dict[str, str | None] = field(default_factory=dict)
     features: ItemFeatures | None = None  # of all V items, in the order of their indices
     # what ``load`` would find it by from any folder, as keys of a configuration; empty where it was not loaded
@@ -125,6 +128,7 @@ class Dataset:
         time: str | None = None,
         session: str | None = None,
         weight: str | None = None,
+        reliability: str | None = None,
         split_column: str | None = None,
         preparation: Preparation = DEFAULT_PREPARATION,
         items: Any = None,
@@ -142,6 +146,9 @@ class Dataset:
                 then users of their own, USER/SESSION.
             weight: the column with a number >= 0 for each event, which multiplies its loss as a target and is what it
                 counts where precision starts; an event of weight 0 is read in histories, and teaches nothing.
+            reliability: the column with a number for each event that says how far it can be trusted, or how much it
+                says, such as a rating; in any unit, and it may be missing. A model asked to reads it:
+                ``reads_reliability`` of its backbone.
             split_column: the column that says ``train``, ``valid`` or ``test`` of each event, in place of a split that
                 is made; see ``recbft.datasets.split``.
             preparation: filters and minimum counts, a ``recbft.datasets.Preparation``.
@@ -158,9 +165,8 @@ class Dataset:
         ([1, 2, 1], ['milk'])
         """
         roles = {"user": user, "item": item, "time": time, "session": session}
-        events, columns = _events_of(
-            [frame], name, {**roles, "weight": weight, "split_column": split_column}, preparation
-        )
+        roles |= {"weight": weight, "reliability": reliability, "split_column": split_column}
+        events, columns = _events_of([frame], name, roles, preparation)
         made = replace(cls.from_events(events, name=name, preparation=preparation), columns=columns)
         return made if items is None else made.with_features(ItemFeatures.of(items, item=item, kinds=item_kinds))
 
@@ -177,6 +183,7 @@ class Dataset:
         time: str | None = None,
         session: str | None = None,
         weight: str | None = None,
+        reliability: str | None = None,
         preparation: Preparation = DEFAULT_PREPARATION,
         items: Any = None,
         item_kinds: Mapping[str, str] | None = None,
@@ -191,8 +198,9 @@ class Dataset:
         >>> Dataset.from_frames(train, *later).split.test.target.tolist()
         [1]
         """
-        roles = {"user": user, "item": item, "time": time, "session": session, "weight": weight}
-        events, columns = _events_of([train, validation, test], name, {**roles, "split_column": None}, preparation)
+        roles = {"user": user, "item": item, "time": time, "session": session}
+        roles |= {"weight": weight, "reliability": reliability, "split_column": None}
+        events, columns = _events_of([train, validation, test], name, roles, preparation)
         made = replace(cls.from_events(events, name=name, preparation=preparation), columns=columns)
         return made if items is None else made.with_features(ItemFeatures.of(items, item=item, kinds=item_kinds))
 
@@ -207,6 +215,7 @@ class Dataset:
         time: str | None = None,
         session: str | None = None,
         weight: str | None = None,
+        reliability: str | None = None,
         split_column: str | None = None,
         validation: str | Path | None = None,
         test: str | Path | None = None,
@@ -224,7 +233,7 @@ class Dataset:
                 ``data_root`` by its name (a file's without its ending), or ``"synthetic"`` for the seeded generator.
             data_root: the folder to look in for a name; default the environment variable ``RECBFT_DATA_ROOT``.
             user, item, time: columns of the file; default those of the card, or ``user_id``, ``item_id`` and no time.
-            session, weight, split_column: as in ``from_frame``.
+            session, weight, reliability, split_column: as in ``from_frame``.
             validation, test: the files of the events that validate and that test, where ``name_or_path`` holds those
                 that train; read as that is.
             separator, columns: for delimited files without a header; see ``recbft.datasets.read_table``.
@@ -236,7 +245,8 @@ class Dataset:
             UserError: unknown name, missing or damaged file, bad data.
         """
         how: dict[str, Any] = {"user": user, "item": item, "time": time, "session": session}
-        how |= {"weight": weight, "split_column": split_column, "separator": separator, "columns": columns}
+        how |= {"weight": weight, "reliability": reliability, "split_column": split_column}
+        how |= {"separator": separator, "columns": columns}
         asked = {key: value for key, value in how.items() if value is not None}
         others = [file for file in (validation, test) if file is not None]
         check_parts_named(split_column, validation, test)
@@ -287,8 +297,8 @@ class Dataset:
         return replace(self, item_ids=ids, features=known, preparation=preparation)
 
     def save(self, path: str | Path) -> None:
-        """Write the canonical Parquet file (user_id, item_id, and timestamp, weight, part where there are), which
-        ``load`` reads.
+        """Write the canonical Parquet file (user_id, item_id, and timestamp, weight, reliability, part where there
+        are), which ``load`` reads.
 
         It holds the events alone: features stay in their own file.
         """
@@ -298,7 +308,7 @@ class Dataset:
         users = self.user_ids[np.repeat(np.arange(self.num_users), self.lengths)]
         table = {"user_id": pa.array(users), "item_id": pa.array(self.item_ids[self.items - 1])}
         parts = None if self.parts is None else np.array(PARTS, dtype=object)[self.parts]
-        more = {"time": self.times, "weight": self.weights, "split_column": parts}
+        more = {"time": self.times, "weight": self.weights, "reliability": self.reliability, "split_column": parts}
         table |= {CANONICAL[role]: pa.array(each) for role, each in more.items() if each is not None}
         of_events = {key: value for key, value in self.preparation.items() if key != "features"}
         record: dict[str, Any] = {"name": self.name, "preparation": of_events}
@@ -361,17 +371,19 @@ class Dataset:
 
     @cached_property
     def content_hash(self) -> str:
-        """SHA-256 of ids, items, offsets and times, and of weights and parts where there are some.
+        """SHA-256 of ids, items, offsets and times, and of weights, reliability and parts where there are some.
 
         Equal for equal histories of equal ids in the same user order, whatever the file format, the type of the ids or
         the interleaving of users in the source; the name and the preparation do not enter.
         """
         times = np.empty(0, dtype=np.int64) if self.times is None else self.times
         weights: Sequence[Any] = () if self.weights is None else ("weights", self.weights)
+        known: Sequence[Any] = () if self.reliability is None else ("reliability", self.reliability)
         parts: Sequence[Any] = () if self.parts is None else ("parts", self.parts)
         return sha256_of(
             "recbft content 1", "times" if self.times is not None else "no times",
-            *text_parts(self.user_ids), *text_parts(self.item_ids), self.items, self.offsets, times, *weights, *parts,
+            *text_parts(self.user_ids), *text_parts(self.item_ids), self.items, self.offsets, times, *weights,
+            *known, *parts,
         )  # fmt: skip
 
     @cached_property
@@ -445,9 +457,7 @@ def _events_of(
     warn_if_rows_are_unordered(events, str(named["item"]), named["time"], likely, "the frame's", stacklevel=3)
     columns = {"user": roles["user"] if named["session"] is None else named["user"]}
     columns |= {role: named[role] for role in ("item", "time")}
-    return events, columns | {
-        role: named[role] for role in ("session", "weight", "split_column") if named[role] is not None
-    }
+    return events, columns | {role: named[role] for role in EXTRA_ROLES if named[role] is not None}
 
 
 def _joined_ids(ids: NDArray[Any], more: NDArray[Any]) -> NDArray[Any]:

@@ -36,8 +36,8 @@ from recbft.datasets.columns import (
     refuse_first,
     stands_for_nothing,
 )
+from recbft.datasets.event_numbers import read_reliabilities, read_weights
 from recbft.datasets.parts import read_parts
-from recbft.datasets.weights import read_weights
 from recbft.errors import UserError
 
 FLOAT_DIGITS = {16: 11, 32: 24, 64: 53}  # bits of a float -> binary digits that it holds
@@ -68,8 +68,9 @@ class Events:
     """Columns of equal length, one row per event.
 
     ``user`` and ``item`` are arrow arrays of int64 or large_string without blanks; ``time`` is int64 >= 0, or None
-    where the row order is all there is; ``time_unit`` is known only where the source column held dates; ``weight`` and
-    ``part`` are None where the source says nothing of them; ``extra`` holds the columns a row filter asks for.
+    where the row order is all there is; ``time_unit`` is known only where the source column held dates; ``weight``,
+    ``reliability`` and ``part`` are None where the source says nothing of them; ``extra`` holds the columns a row
+    filter asks for.
     """
 
     source: str
@@ -78,6 +79,7 @@ class Events:
     time: NDArray[np.int64] | None = None
     time_unit: str | None = None
     weight: NDArray[np.float64] | None = None
+    reliability: NDArray[np.float64] | None = None  # NaN where it is missing
     part: NDArray[np.int8] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -95,6 +97,7 @@ class Events:
         time: str | None = None,
         session: str | None = None,
         weight: str | None = None,
+        reliability: str | None = None,
         split_column: str | None = None,
         extra: Sequence[str] = (),
     ) -> Events:
@@ -105,16 +108,18 @@ class Events:
 
         Raises:
             UserError: a named column is missing, is named twice, or holds a blank, an id that is neither integer nor
-                text, a time that is neither a date nor a whole number >= 0, or a weight that is no number >= 0.
+                text, a time that is neither a date nor a whole number >= 0, a weight that is no number >= 0, or a
+                reliability that is no number. A reliability may have the column of another role but an id's.
         """
         roles = [user, item, *(name for name in (time, session, weight, split_column) if name is not None)]
-        if len(set(roles)) < len(roles):
+        if len(set(roles)) < len(roles) or reliability in (user, item):
             raise UserError(
                 f"{source}: user, item, time and session must be columns of their own, not {', '.join(roles)} "
                 "(so must weight and split_column)"
             )
-        check_columns(table.column_names, [*roles, *extra], source)
-        table = _one_event_per_row(table, [*roles, *extra], user, item, source)
+        wanted = [*roles, *(() if reliability is None else (reliability,)), *extra]
+        check_columns(table.column_names, wanted, source)
+        table = _one_event_per_row(table, wanted, user, item, source)
         times, unit = (None, None) if time is None else read_times(flat(table, time), time, source)
         users = read_ids(flat(table, user), user, source)
         if session is not None:
@@ -127,6 +132,9 @@ class Events:
             time=times,
             time_unit=unit,
             weight=None if weight is None else read_weights(flat(table, weight), weight, source),
+            reliability=(
+                None if reliability is None else read_reliabilities(flat(table, reliability), reliability, source)
+            ),
             part=None if split_column is None else read_parts(flat(table, split_column), split_column, source),
             extra={name: flat(table, name) for name in extra},
         )

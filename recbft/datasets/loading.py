@@ -5,9 +5,9 @@ A card says what is known of a public data set. It is a YAML file in ``data/`` (
 that exists under the data root is read; counts and content hash are checked against the card afterwards.
 
 The canonical file holds one row per event in the data set's order: user_id, item_id, timestamp where the data has
-real times, weight and part where it has those; its name and preparation travel in the Parquet metadata, so that a
-loaded file equals the data set saved. Libraries that keep the metadata may write other rows under it: a file of another
-number of rows is any other file.
+real times, weight, reliability and part where it has those; its name and preparation travel in the Parquet metadata, so
+that a loaded file equals the data set saved. Libraries that keep the metadata may write other rows under it: a file of
+another number of rows is any other file.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ from recbft.system.files import user_path
 METADATA_KEY = b"recbft"
 DATA_ROOT_VARIABLE = "RECBFT_DATA_ROOT"
 SYNTHETIC = "synthetic"
-CANONICAL = {"time": USUAL_TIME, "weight": "weight", "split_column": "part"}  # columns of a canonical file
-ROLES = ("user", "item", "time", "session", "weight", "split_column")  # that a column of events may have
+# columns of a canonical file
+CANONICAL = {"time": USUAL_TIME, "weight": "weight", "reliability": "reliability", "split_column": "part"}
+EXTRA_ROLES = ("session", "weight", "reliability", "split_column")  # of columns that a file may have besides
+ROLES = ("user", "item", "time", *EXTRA_ROLES)  # that a column of events may have
 AUTO = "auto"  # in place of a file of item features: the one beside the events
 RECBOLE = "recbole:"  # begins the path of a file inside an installed RecBole
 
@@ -66,6 +68,7 @@ class CardFile:
     time: str | None = None  # the column with real times; None where the row order is all there is
     session: str | None = None  # a column whose values cut a user's events into histories of their own
     weight: str | None = None  # the column with each event's weight
+    reliability: str | None = None  # the column with each event's reliability
     split_column: str | None = None  # the column that says train, valid or test
     separator: str | None = None
     columns: Sequence[str] | None = None  # names, for a file without a header
@@ -212,7 +215,7 @@ def find_events(
         named = {} if untouched else {key: asked.get(key) for key in ("user", "item", "time")}
     if "session" in asked:
         named |= {"user": asked.get("user")}
-    named |= {key: asked[key] for key in ("session", "weight", "split_column") if key in asked}
+    named |= {key: asked[key] for key in EXTRA_ROLES if key in asked}
     record: dict[str, Any] = {"source": path.name, "time": chosen.time}
     if earlier is not None:
         unit = earlier.get("time_unit") if chosen.time == USUAL_TIME else None

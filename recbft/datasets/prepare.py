@@ -93,6 +93,7 @@ class Prepared(NamedTuple):
     offsets: NDArray[np.int64]  # (U+1,)  user u owns items[offsets[u]:offsets[u+1]]
     times: NDArray[np.int64] | None  # (E,)
     weights: NDArray[np.float64] | None  # (E,)
+    reliability: NDArray[np.float64] | None  # (E,)
     parts: NDArray[np.int8] | None  # (E,)
     user_ids: NDArray[Any]  # (U,)    raw ids: int64, or object holding str
     item_ids: NDArray[Any]  # (V,)
@@ -173,6 +174,7 @@ def prepare(events: Events, preparation: Preparation) -> Prepared:
         offsets=np.concatenate([[0], np.cumsum(lengths[present])]).astype(np.int64),
         times=None if times is None else times[order],
         weights=weights,
+        reliability=None if events.reliability is None else events.reliability[source_rows],
         parts=None if parts is None else parts[order],
         user_ids=user_ids,
         item_ids=item_ids,

@@ -57,7 +57,7 @@ def lay_side_by_side(batches: Sequence[Batch]) -> SideBySide:
     place = torch.from_numpy(origin + shifts[:, None])
     source = place.view(-1, width)
 
-    def join(name: str, empty: int, shifted_by: Sequence[int] | None = None) -> Tensor | None:
+    def join(name: str, empty: float, shifted_by: Sequence[int] | None = None) -> Tensor | None:
         fields = [getattr(batch, name) for batch in batches]
         if fields[0] is None:
             return None
@@ -78,6 +78,7 @@ def lay_side_by_side(batches: Sequence[Batch]) -> SideBySide:
         earlier=_end_to_end([batch.earlier for batch in batches]),
         num_earlier=_end_to_end([batch.num_earlier for batch in batches]),
         weight=join("weight", 0),
+        reliability=join("reliability", float("nan")),
     )
     widths = [int(batch.items.shape[1]) for batch in batches]
     return SideBySide(batch, len(batches), torch.from_numpy(origin), place, widths, sizes)

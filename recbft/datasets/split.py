@@ -86,6 +86,8 @@ class Histories(Protocol):
     @property
     def weights(self) -> FloatArray | None: ...
     @property
+    def reliability(self) -> FloatArray | None: ...
+    @property
     def parts(self) -> NDArray[np.int8] | None: ...
     @property
     def item_ids(self) -> NDArray[Any]: ...
@@ -172,11 +174,12 @@ class View(NamedTuple):
     target: IntArray  # (N,) item index
     user: IntArray  # (N,) row of the data set's users
     event: IntArray  # (N,) where the target stands in the data set
+    reliability: FloatArray | None = None  # of ``items``
 
     def rows(self, which: IntArray | slice) -> View:
         """Some of the tasks."""
-        own = (self.start, self.stop, self.target, self.user, self.event)
-        return View(self.items, self.times, *(each[which] for each in own))
+        names = ("start", "stop", "target", "user", "event")
+        return self._replace(**{name: getattr(self, name)[which] for name in names})
 
     @property
     def first_rows(self) -> IntArray:
@@ -217,6 +220,7 @@ class Split(NamedTuple):
     test: View
     text: str = LEAVE_ONE_OUT  # what a protocol says of it
     weights: FloatArray | None = None  # of ``items``
+    reliability: FloatArray | None = None  # of ``items``
     counts: Mapping[str, Any] | None = None  # what is new or left out, by part; None for plain leave-one-out
 
     def training_counts(self, num_items: int) -> IntArray:
@@ -228,6 +232,11 @@ class Split(NamedTuple):
         assert self.weights is not None
         trains = self._trains()
         return np.bincount(self.items[trains], self.weights[trains], minlength=num_items + 1).astype(np.float64)
+
+    @property
+    def training_reliability(self) -> FloatArray | None:
+        """That of the training events."""
+        return None if self.reliability is None else self.reliability[self._trains()]
 
     def _trains(self) -> NDArray[np.bool_]:
         """Which of ``items`` are training events."""
@@ -304,9 +313,10 @@ def leave_one_out(data: Histories) -> Split:
         training_start=offsets[:-1],
         training_stop=offsets[:-1] + length,
         training_length=length,
-        validation=View(items, times, start, stop - 2, items[stop - 2], users, stop - 2),
-        test=View(items, times, start, stop - 1, items[stop - 1], users, stop - 1),
+        validation=View(items, times, start, stop - 2, items[stop - 2], users, stop - 2, data.reliability),
+        test=View(items, times, start, stop - 1, items[stop - 1], users, stop - 1, data.reliability),
         weights=data.weights,
+        reliability=data.reliability,
     )
 
 
@@ -372,6 +382,7 @@ def _three_parts(
         test=test,
         text=text,
         weights=data.weights,
+        reliability=data.reliability,
     ), {"validation": without_validation, "test": without_test}
 
 
@@ -389,7 +400,8 @@ def _view(data: Histories, start: IntArray, begin: IntArray, end: IntArray, how:
     known = stop > start[owner]
     lost = [np.unique(owner).size - np.unique(owner[known]).size, int((~known).sum())]
     event, owner, stop = event[known], owner[known], stop[known]
-    return View(data.items, data.times, start[owner], stop, data.items[event], owner, event), lost
+    own = (start[owner], stop, data.items[event], owner, event)
+    return View(data.items, data.times, *own, data.reliability), lost
 
 
 def _half_of_the_rest(times: IntArray, first: int) -> int:
@@ -446,6 +458,7 @@ def _without(split: Split, is_held_out: NDArray[np.bool_]) -> tuple[Split, dict[
         validation=validation,
         test=test,
         weights=None if split.weights is None else split.weights[event[stays]],
+        reliability=None if split.reliability is None else split.reliability[event[stays]],
     )
     return made, {"validation": without_validation, "test": without_test}
 
@@ -467,6 +480,7 @@ def _known_alone(view: View, kept: NDArray[np.bool_]) -> tuple[View, list[int]]:
     made = View(
         items=view.items[event[stays]],
         times=None if view.times is None else view.times[event[stays]],
+        reliability=None if view.reliability is None else view.reliability[event[stays]],
         start=(end - size)[row],
         stop=(end - 1)[row],
         target=view.target,

@@ -109,6 +109,7 @@ def batches_of_view(
         view.start,
         view.stop,
         times=view.times,
+        reliability=view.reliability,
         source=f"data set {dataset.name!r}",
         histories_per_batch=histories_per_batch,
     )

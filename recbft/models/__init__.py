@@ -34,7 +34,7 @@ class ModelSpec:
     None leaves the precision channel out, ``training_counts`` is (V + 1,), index 0 padding, and equal seeds give equal
     weights to the parameters that two arms share; ``mixing`` and ``moe`` where the model has a choice, ``content``
     (V + 1, F) where items have features. ``batches(config, items, start, stop, num_items=..., samples=...,
-    batch_size=..., seed=..., times=..., weights=...)`` returns what the model is trained on.
+    batch_size=..., seed=..., times=..., weights=..., reliability=...)`` returns what the model is trained on.
     """
 
     summary: str
@@ -86,7 +86,7 @@ def next_item_batches(
     num_items: int,
     **order: Any,
 ) -> TrainingBatches:
-    """The batches of models that predict the next item; ``order`` has samples, batch_size, seed, times, weights."""
+    """The batches of models that predict the next item; ``order`` has their samples, seed, times and so on."""
     shown = isinstance(config, HSTUConfig) and config.show_target_time
     earlier = LOSSES[config.loss].leaves_out_seen
     how = {"max_length": config.max_length, "with_next_times": shown, "with_earlier": earlier, **order}

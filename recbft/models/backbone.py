@@ -19,8 +19,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from recbft.autograd.boundaries import HALVES, eagerly
@@ -37,8 +39,9 @@ from recbft.models.contract import ItemTable, TrainableModel, UserStates
 from recbft.models.feed_forward import FeedForward
 from recbft.models.item_belief import ItemBelief, ItemVector, check_items
 from recbft.models.losses import ItemLoss, Negatives, check_loss, seen_items, shares_of
-from recbft.models.precision_channel import CoreConfig, ItemPrecision
+from recbft.models.precision_channel import LAM_MIN, CoreConfig, ItemPrecision
 from recbft.models.precision_read_out import PrecisionReadOut
+from recbft.models.reliability import ReliabilityInput, ReliabilityPrecision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,8 @@ class BackboneConfig:
     negatives: Negatives | None = None  # of sampled_softmax; None means uniform
     gbce_t: float | None = None  # calibration of gbce in [0, 1]; None means 0.75
     item_vector: ItemVector | None = None  # what it is made of; None means belief with item features, id without
+    # what data.reliability becomes: a factor of the event's precision, or a vector added to its item's; None: unread
+    reads_reliability: Literal["precision", "input"] | None = None
     content_events: int = 5  # latest events whose content is compared with that of candidates; 0 compares none
     content_neighbours: int = 50  # of an event that are compared in training, the most similar ones
     content_width: int = 256  # numbers in the vector of a column of features, at most
@@ -117,7 +122,7 @@ class Backbone(TrainableModel):
     """
 
     ramp: Tensor
-    groups: Mapping[str, Group] = {"item_precision": "precision"}
+    groups: Mapping[str, Group] = {"item_precision": "precision", "reliability_precision": "precision"}
     per_item = (
         "item_embedding.weight",
         "item_bias",
@@ -175,11 +180,23 @@ class Backbone(TrainableModel):
                     "mixes them; take temperature, or leave head out"
                 )
             self.precision_read_out = PrecisionReadOut(core.read_out, hidden_size=D)
+        self.reliability_precision = self.reliability_input = None
+        if config.reads_reliability == "precision":
+            if core is None:
+                raise UserError(
+                    "backbone.reads_reliability is 'precision', but this model tracks none; take arm bft, or "
+                    "reads_reliability input"
+                )
+            self.reliability_precision = ReliabilityPrecision()
+        elif config.reads_reliability == "input":
+            self.reliability_input = ReliabilityInput(D)
+        self.reads_reliability = config.reads_reliability is not None
         # The warm-up w of the precision and recency biases, as of the last optimiser step: evaluation uses it.
         self.register_buffer("ramp", torch.zeros(()))
         self._told: tuple[Tensor, int, float] | None = None  # the ramp as it was set last, and its value
         self.item_belief = None if content is None else ItemBelief(config, training_counts, content)
         self.item_loss = ItemLoss(config, training_counts)
+        self.focal_exponent = nn.Parameter(torch.zeros(())) if self.item_loss.spec.has_exponent else None
         self._initialise(seed)
 
     def encode(self, batch: Batch, *, only: Tensor | None = None, vectors: Tensor | None = None) -> Belief:
@@ -198,12 +215,17 @@ class Backbone(TrainableModel):
         mean = self.embedding_scale * embedded
         if self.position_embedding is not None:
             mean = mean + self.position_embedding(self._positions(batch))
+        if self.reliability_input is not None and batch.reliability is not None:
+            mean = mean + self.reliability_input(batch.reliability)
         if self.norm_embedding is not None:
             mean = self.norm_embedding(mean)
         mean = self.dropout(mean)
         precision = torch.ones_like(mean[..., :1])
         if self.item_precision is not None:
             precision = self.item_precision(batch.items, embedded)
+            if self.reliability_precision is not None and batch.reliability is not None:
+                factor = self.reliability_precision(batch.reliability)
+                precision = (factor * precision).clamp(LAM_MIN, self.item_precision.lam_max)
         belief, ramp = Belief(mean, precision.expand_as(mean)), self._ramp()
         context = self._context(batch)
         for block in self.blocks[:-1]:
@@ -234,7 +256,9 @@ class Backbone(TrainableModel):
             mean = self.encode(batch).mean.flatten(0, 1)
             weight, bias = self.item_table()
             bias = None if bias is None else bias[1:]
-            loss = self.item_loss(mean[learn], weight[1:], bias, wanted, seen, shares=shares)
+            loss = self.item_loss(
+                mean[learn], weight[1:], bias, wanted, seen, shares=shares, exponent=self.focal_exponent
+            )
         penalties = take_penalties(self)  # of mixers that have some; none at all for most
         return loss if penalties is None else loss + penalties
 
@@ -242,7 +266,7 @@ class Backbone(TrainableModel):
         self, batch: Batch, learn: Tensor, wanted: Tensor, seen: Tensor | None, shares: Tensor | None
     ) -> Tensor:
         """The loss with item vectors by (6.13) and scores by (6.16), among the items that have training events."""
-        items = self.item_belief
+        items, alpha = self.item_belief, self.focal_exponent
         assert items is not None
         counts = items.thinned_counts()
         vectors = self._vectors(counts)
@@ -252,7 +276,7 @@ class Backbone(TrainableModel):
             table = self.item_table()
             states = self.with_content(states, batch, learn)
             bias = None if table.bias is None else table.bias[1:]
-            return self.item_loss(states, table.weight[1:], bias, wanted, seen, shares=shares)
+            return self.item_loss(states, table.weight[1:], bias, wanted, seen, shares=shares, exponent=alpha)
         number = known.cumsum(0) - 1  # (V,) of each item among those
         weight, bias = vectors[1 : self.num_items + 1], None if self.item_bias is None else self.item_bias[1:]
         if not known.all():
@@ -260,7 +284,13 @@ class Backbone(TrainableModel):
             weight, bias = weight.index_select(0, rows), None if bias is None else bias.index_select(0, rows)
         seen = None if seen is None else torch.stack([seen[0], number[seen[1]]])
         added = items.pairs(batch, learn, counts) if items.num_events else None
-        return self.item_loss(states, weight, bias, number[wanted], seen, added, shares)
+        return self.item_loss(states, weight, bias, number[wanted], seen, added, shares, alpha)
+
+    def fit_reliability(self, values: NDArray[np.float64]) -> None:
+        """Take the quantiles (5.12) of the reliability of the training events, (n,), NaN where it is missing."""
+        for part in (self.reliability_precision, self.reliability_input):
+            if part is not None:
+                part.quantiles.fit(values)
 
     def user_states(self, batch: Batch) -> UserStates:
         """State and mean posterior precision at each history's last token."""
@@ -391,8 +421,8 @@ class Backbone(TrainableModel):
         With ``xavier`` the same numbers are drawn, and those of linear maps are scaled.
         """
         shared, own = (torch.Generator().manual_seed(2 * seed + part) for part in (0, 1))
-        # Update rules start where they say, and draw nothing that arms share.
-        rules = {f"blocks.{number}.update." for number in range(len(self.blocks))}
+        # These start where they say, and draw nothing that arms share.
+        rules = {"reliability_", *(f"blocks.{number}.update." for number in range(len(self.blocks)))}
         groups = self.optimiser_groups()
         linear = {f"{path}.weight" for path, part in self.named_modules() if isinstance(part, nn.Linear)}
         for name, parameter in self.named_parameters():

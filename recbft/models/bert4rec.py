@@ -116,7 +116,7 @@ def cloze_batches(
     num_items: int,
     **order: Any,
 ) -> ClozeBatches:
-    """The batches that BERT4Rec is trained on; ``order`` is their samples, batch_size, seed, times, weights and cut."""
+    """The batches that BERT4Rec is trained on; ``order`` is their samples, batch_size, seed, times and so on."""
     mask_seed = OF_RUN + order["seed"] if config.mask_seed is None else config.mask_seed
     return ClozeBatches(
         items,

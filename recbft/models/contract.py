@@ -21,6 +21,7 @@ from recbft.mixers.interface import Group, TrainedPart, optimiser_groups
 from recbft.models.precision_channel import CoreConfig
 
 IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
 
 
 class UserStates(NamedTuple):
@@ -43,6 +44,7 @@ class SequenceModel(abc.ABC):
     max_length: int
     append: int | None = None  # an item put after the last event, such as a mask, one of the ``max_length`` tokens
     reads_times: bool = False  # whether it needs the time of every event
+    reads_reliability: bool = False  # whether it looks at the reliability of events, where it is known
     shows_target_time: bool = False  # and that of the event after each
     same_for_all: bool = False  # whether every history, an empty one too, has the same state
     core: CoreConfig | None = None  # the settings of its precision channel, where it has one
@@ -63,6 +65,7 @@ def read_histories(
     stop: IntArray,
     *,
     times: IntArray | None = None,
+    reliability: FloatArray | None = None,
     source: str,
     histories_per_batch: int = HISTORIES_PER_BATCH,
 ) -> Iterator[Batch]:
@@ -70,6 +73,7 @@ def read_histories(
 
     Args:
         times: time per event, or None; a model that is shown target times also reads ``times[stop]``.
+        reliability: that of each event, NaN where it is missing, or None where it is of all.
         source: what the histories are, for messages.
     """
     if model.reads_times and times is None:
@@ -83,6 +87,7 @@ def read_histories(
         stop,
         max_length=model.max_length,
         times=times,
+        reliability=reliability if model.reads_reliability else None,
         histories_per_batch=histories_per_batch,
         with_next_times=model.shows_target_time,
         append=model.append,

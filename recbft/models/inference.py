@@ -462,6 +462,8 @@ def _checked(model: object) -> Backbone:
         raise UserError(f"a {type(model).__name__} has no encoder of its own; {instead}")
     if model.shows_target_time:
         raise UserError("this model was trained with show_target_time: true, the time of the next event; it has no use")
+    if model.reads_reliability:
+        raise UserError(f"backbone.reads_reliability has no form for export; {instead}")
     for block in model.blocks:
         assert isinstance(block, Block)
         mixer = block.mixer

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -63,6 +62,7 @@ class Join(nn.Module, SequenceModel):
         parts = self.parts
         self.max_length = max(part.max_length - (part.append is not None) for part in parts)
         self.reads_times = any(part.reads_times for part in parts)
+        self.reads_reliability = any(part.reads_reliability for part in parts)
         self.shows_target_time = any(part.shows_target_time for part in parts)
         self.core = next((part.core for part in parts if part.core is not None), None)
         least = torch.tensor(list(BINS.values())[1:] if by_count else [], dtype=torch.int64)
@@ -108,8 +108,9 @@ class Join(nn.Module, SequenceModel):
         length = batch.position.flatten().cpu()[batch.last.cpu()] + 1
         start = stop - length.clamp(max=part.max_length - (part.append is not None))
         where = start.numpy(), stop.numpy()
-        items, times = _flat(batch.items), None if batch.time is None else _flat(batch.time)
-        cut = pack_histories(items, *where, times=times, append=part.append)
+        more = {"times": batch.time, "reliability": batch.reliability}
+        known: dict[str, Any] = {name: None if grid is None else _flat(grid) for name, grid in more.items()}
+        cut = pack_histories(_flat(batch.items), *where, **known, append=part.append)
         if batch.next_time is not None and part.append is None:
             cut = cut._replace(next_time=pack_histories(_flat(batch.next_time), *where).items)
         return cut.to(batch.items.device)
@@ -120,5 +121,5 @@ def not_from_scratch(*_arguments: Any, **_named: Any) -> nn.Module:
     raise UserError("model 'join' is made of two finished runs; make it with `recbft join RUN RUN`")
 
 
-def _flat(grid: Tensor) -> NDArray[np.int64]:
+def _flat(grid: Tensor) -> NDArray[Any]:
     return grid.flatten().cpu().numpy()

@@ -9,6 +9,7 @@ With l_i = x . w_i + b_i the score of item i and y the target of a position,
     gbce             -(beta log s(l_y) + sum_j log(1 - s(l_j))) / (k + 1),  s the logistic function  (6.6)
                      beta = alpha (t (1 - 1/alpha) + 1/alpha),  alpha = min(1, k / (V - 1))
     bpr              -(1/k) sum_j log s(l_y - l_j),  j over the negatives                            (6.11)
+    focal            (1 - p)^g (-log p),  p = exp(-CE(y)),  g = softplus(alpha), alpha learned, from 0   (6.18)
     smoothed ce      (1 - e) CE(y) + (e / V) sum_i CE(i)  =  CE(y) + e x . (w_y - mean_i w_i)       (10.4)
 
 With weights c_n of the positions each is a mean with the shares c_n / sum_n c_n in the place of 1 / N (the means over
@@ -24,8 +25,12 @@ batch's own targets). So the sum in (6.4) has that of (6.3) as its expectation; 
 (6.11) each position draws k negatives of its own, uniformly from all items but its target. All draws come from
 PyTorch's default generator.
 
+The exponent of (6.18) is minimised along with the rest, as in its source. A larger one lowers the loss, since
+1 - p < 1: it grows as long as training goes on, and how far is a matter of the learning rate. It is a control.
+
 Source: Bengio and Senecal (2008) for (6.4); Kang and McAuley, SASRec (arXiv 1808.09781) for bce; Petrov and Macdonald,
-gSASRec (arXiv 2308.07192) for (6.6); Rendle et al., BPR (arXiv 1205.2618) for (6.11), as RecBole's models train by it.
+gSASRec (arXiv 2308.07192) for (6.6); Rendle et al., BPR (arXiv 1205.2618) for (6.11), as RecBole's models train by it;
+Precision Tracked Transformer (arXiv 2605.18832), appendix O.2, equation 16, for (6.18).
 Shapes: N positions, V items, D width, m shared negatives, k negatives per position; B rows, T tokens, P pairs.
 """
 
@@ -53,7 +58,8 @@ if TYPE_CHECKING:
 Negatives = Literal["uniform", "in_batch"]
 
 GBCE_T = 0.75
-BLOCK_ELEMENTS = 4_000_000  # of gathered item vectors at a time
+BLOCK_ELEMENTS = 4_000_000  # of gathered item vectors, or of logits, at a time
+LEAST_WRONG = 1e-6  # 1 - p of (6.18), of which powers below 1 have an endless slope at 0
 
 
 def check_loss(settings: BackboneConfig) -> None:
@@ -98,6 +104,7 @@ class ItemLoss:
         seen: Tensor | None = None,
         added: Pairs | None = None,
         shares: Tensor | None = None,
+        exponent: Tensor | None = None,
     ) -> Tensor:
         """The mean over positions.
 
@@ -108,8 +115,10 @@ class ItemLoss:
             seen: of (6.10), as ``seen_items`` gives it.
             added: to scores of some positions and rows of ``weight``, for losses over all items.
             shares: of each position in the mean, (N,), as ``shares_of`` gives them; None for equal ones.
+            exponent: alpha of (6.18), for a loss that has one.
         """
-        more = {} if added is None else {"added": added}
+        given = {"added": added, "exponent": exponent}
+        more = {name: value for name, value in given.items() if value is not None}
         return self.spec.mean(self, *with_bias(states, weight, bias), target, seen, shares, **more)
 
     def own_negatives(self, target: Tensor) -> Tensor:
@@ -165,6 +174,56 @@ def _cross_entropy(
     return mean
 
 
+def _focal(
+    loss: ItemLoss,
+    states: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    seen: None,
+    shares: Tensor | None,
+    added: Pairs | None = None,
+    *,
+    exponent: Tensor,
+) -> Tensor:
+    """(6.18), whose gradient is that of the cross-entropy with each position's share times the slope of its loss."""
+    each = _position_losses(states, weight, target, added)  # (N,) without a gradient
+    shares = torch.full_like(each, 1 / len(each)) if shares is None else shares
+    mean = full_cross_entropy(states, weight, target, added=added, shares=shares * _focal_slope(each, exponent))
+    return (shares * focal_losses(each, exponent)).sum() + mean - mean.detach()
+
+
+def focal_losses(losses: Tensor, alpha: Tensor) -> Tensor:
+    """(6.18) of positions from their cross-entropies, (N,)."""
+    return _wrong(losses) ** F.softplus(alpha) * losses
+
+
+def _wrong(losses: Tensor) -> Tensor:
+    """1 - p."""
+    return (-torch.expm1(-losses)).clamp(min=LEAST_WRONG)
+
+
+@torch.no_grad()
+def _focal_slope(losses: Tensor, alpha: Tensor) -> Tensor:
+    """d ``focal_losses`` / d losses, >= 0."""
+    wrong, g = _wrong(losses), F.softplus(alpha)
+    return wrong**g + g * losses * (1 - wrong) * wrong ** (g - 1)
+
+
+@eagerly
+@torch.no_grad()
+def _position_losses(states: Tensor, weight: Tensor, target: Tensor, added: Pairs | None) -> Tensor:
+    """The cross-entropy of each position, (N,), of whose logits there is only ever a block."""
+    rows, parts = max(1, BLOCK_ELEMENTS // len(weight)), []
+    for first in range(0, len(states), rows):
+        logits = states[first : first + rows] @ weight.T
+        if added is not None:
+            own = (added.which[0] >= first) & (added.which[0] < first + rows)
+            row, item = added.which[:, own]
+            logits.index_put_((row - first, item), added.added[own].to(logits.dtype), accumulate=True)
+        parts.append(F.cross_entropy(logits, target[first : first + rows], reduction="none"))
+    return torch.cat(parts)
+
+
 def _sampled_softmax(
     loss: ItemLoss, states: Tensor, weight: Tensor, target: Tensor, seen: None, shares: Tensor | None
 ) -> Tensor:
@@ -193,11 +252,13 @@ class LossSpec:
     num_negatives: int = 0  # that are drawn unless the config says; 0 for a loss that draws none
     reads: tuple[str, ...] = ()  # the settings that have an effect
     leaves_out_seen: bool = False  # items that a history holds are no rivals of its targets
+    has_exponent: bool = False  # which the model learns
 
 
 LOSSES: dict[str, LossSpec] = {
     "ce": LossSpec(mean=_cross_entropy),
     "ce_unseen": LossSpec(mean=_cross_entropy, leaves_out_seen=True),
+    "focal": LossSpec(mean=_focal, has_exponent=True),
     "sampled_softmax": LossSpec(mean=_sampled_softmax, num_negatives=512, reads=("num_negatives", "negatives")),
     "bce": LossSpec(mean=_bce, num_negatives=1, reads=("num_negatives",)),
     "gbce": LossSpec(mean=_gbce, num_negatives=256, reads=("num_negatives", "gbce_t")),

@@ -160,8 +160,12 @@ def _check(model: nn.Module) -> None:
         raise _refused(f"models of kind {type(model).__name__}")
     if model.item_belief is not None:
         raise _refused("item features")
+    if model.reads_reliability:
+        raise _refused("backbone.reads_reliability")
     if LOSSES[model.config.loss].num_negatives:
         raise _refused(f"loss {model.config.loss!r}, which draws negatives")
+    if LOSSES[model.config.loss].has_exponent:
+        raise _refused(f"loss {model.config.loss!r}, whose exponent each learns for itself")
     for block in model.blocks:
         assert isinstance(block, Block)
         if block.moe is not None:

@@ -57,6 +57,11 @@ class Adapter(SequentialRecommender):  # type: ignore[misc]
                 f"MAX_ITEM_LIST_LENGTH is {self.max_seq_length}, but the run reads {needed} events; set it to {needed} "
                 "or more"
             )
+        if run.reads_reliability:
+            raise UserError(
+                "backbone.reads_reliability has no effect in RecBole, which gives a model the items and times of a "
+                "history alone; leave it out, or train with recbft"
+            )
         self.run = run
         self.warmup_steps = run.training.warmup_steps  # of its own trainer; 0 where the weights come ramped in
         self.item_tokens = dataset.field2id_token[self.ITEM_ID]  # (V + 1,) raw ids as text, the first is padding

@@ -60,7 +60,7 @@ def explanation_table(
         raise UserError(f"k is {k}, which has no effect where an item is named; give one of them")
     check_asked(model, 1 if k is None else k)
     histories, raw = _one(as_frame(history))
-    encoded = encode(histories, vocabulary, reads_times=model.reads_times, time_unit=time_unit)
+    encoded = encode(histories, vocabulary, model, time_unit=time_unit)
     places = np.flatnonzero(vocabulary.encode(raw) > 0)  # of the known events
     items = [item]
     if item is None:
@@ -77,7 +77,7 @@ def explanation_table(
     wanted = vocabulary.encode(items)
     if (wanted == 0).any():
         raise UserError(f"item {item!r} is not in the model's vocabulary; name an item of the training data")
-    found = explain(model, encoded.items, wanted, times=encoded.times)
+    found = explain(model, encoded.items, wanted, times=encoded.times, reliability=encoded.reliability)
     n, weight = len(found.events), found.weight
     table: pd.DataFrame = pd.DataFrame(
         {
@@ -121,13 +121,21 @@ class Explanation(NamedTuple):
     precision: float | None  # posterior precision behind all scores
 
 
-def explain(model: SequenceModel, history: IntArray, items: IntArray, *, times: IntArray | None = None) -> Explanation:
+def explain(
+    model: SequenceModel,
+    history: IntArray,
+    items: IntArray,
+    *,
+    times: IntArray | None = None,
+    reliability: FloatArray | None = None,
+) -> Explanation:
     """Explain the scores of some items for one history.
 
     Args:
         history: item indices, oldest first, at least one.
         items: item indices to explain, (I,).
         times: time per event, for models that read times.
+        reliability: that of each event, for models that read it.
 
     Raises:
         UserError: the model reads times and there are none.
@@ -140,7 +148,8 @@ def explain(model: SequenceModel, history: IntArray, items: IntArray, *, times: 
         table = model.item_table()
         device = table.weight.device
         starts, stops = np.array([0]), np.array([num_events])
-        (batch,) = read_histories(model, history, starts, stops, times=times, source="the history")
+        known: dict[str, Any] = {"times": times, "reliability": reliability}
+        (batch,) = read_histories(model, history, starts, stops, **known, source="the history")
         states, layers = trace(model, batch.to(device))
         weight, own_weight = _weight(layers, int(batch.last[0]), read)
         change = np.full((len(items), read), np.nan)
@@ -149,9 +158,9 @@ def explain(model: SequenceModel, history: IntArray, items: IntArray, *, times: 
             near = np.arange(max(0, num_events - read - 1), num_events)  # one event more than is read, which moves up
             kept = np.concatenate([near[near != event] for event in events])
             stops = np.arange(1, read + 1) * (len(near) - 1)
-            kept_times = None if times is None else times[kept]
+            own: dict[str, Any] = {name: None if each is None else each[kept] for name, each in known.items()}
             starts = stops - (len(near) - 1)
-            parts = read_histories(model, history[kept], starts, stops, times=kept_times, source="the history")
+            parts = read_histories(model, history[kept], starts, stops, **own, source="the history")
             without = torch.cat([model.user_states(part.to(device)).state for part in parts])
             change = full - _scores(without, model, items)
         return Explanation(

@@ -18,13 +18,16 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from recbft.datasets.columns import check_columns, flat, from_pandas
+from recbft.datasets.event_numbers import read_reliabilities
 from recbft.datasets.events import USUAL_TIME, check_unit, in_unit, read_times
 from recbft.datasets.loading import CardFile, by_session, read_events
 from recbft.datasets.prepare import Preparation, kept_rows
 from recbft.datasets.row_order import time_columns, warn_if_out_of_order
 from recbft.datasets.vocabulary import Vocabulary, canonical_text, shown_id
 from recbft.errors import ColdStartError, UserError, shown
+from recbft.models.contract import SequenceModel
 
+RELIABILITY = "reliability"  # the column of histories that holds it
 Histories = Mapping[Any, Sequence[Any]] | Iterable[Sequence[Any]] | pd.Series | pd.DataFrame
 
 
@@ -44,6 +47,7 @@ class Encoded(NamedTuple):
     times: NDArray[np.int64] | None  # of the items, for models that read times
     unknown_events: int
     skipped_users: Users
+    reliability: NDArray[np.float64] | None = None  # of the items, NaN where it is missing
 
 
 def histories_from_file(
@@ -52,6 +56,7 @@ def histories_from_file(
     user: str | None = None,
     item: str | None = None,
     time: str | None = None,
+    reliability: str | None = None,
     session: str | None = None,
     separator: str | None = None,
     columns: Sequence[str] | None = None,
@@ -64,21 +69,24 @@ def histories_from_file(
         path: any form that ``recbft.datasets.read_table`` knows.
         user, item: the columns with raw ids; default ``user_id`` and ``item_id``.
         time: the column that orders a user's events (a stable sort); without it the row order is the order.
-        session: as in ``Dataset.from_frame``.
+        reliability, session: as in ``Dataset.from_frame``.
         separator, columns: for delimited files, as in ``recbft.datasets.read_table``.
         where, deduplicate: as in ``Preparation``.
 
     Returns:
-        Columns user_id, item_id and, where ``time`` is given, timestamp (int64, or dates where the file holds dates);
-        ids as the file has them. ``attrs`` counts the events left out: ``filtered_out`` by ``where``, ``repeated`` by
-        ``deduplicate``.
+        Columns user_id, item_id and, where ``time`` is given, timestamp (int64, or dates where the file holds dates),
+        and so reliability; ids as the file has them. ``attrs`` counts the events left out: ``filtered_out`` by
+        ``where``, ``repeated`` by ``deduplicate``.
     """
     chosen = Preparation(where=where, deduplicate=deduplicate)
     usual = CardFile(time=time, separator=separator, columns=columns, preparation=chosen)
     who = by_session({"user": user, "session": session})
-    how = replace(usual, user=who["user"] or usual.user, session=who["session"], item=item or usual.item)
+    own = {"user": who["user"] or usual.user, "session": who["session"], "item": item or usual.item}
+    how = replace(usual, **own, reliability=reliability)
     events = read_events(Path(path), how)
     frame: pd.DataFrame = pd.DataFrame({"user_id": events.user.to_pandas(), "item_id": events.item.to_pandas()})
+    if events.reliability is not None:
+        frame = frame.assign(**{RELIABILITY: events.reliability})
     rows = np.flatnonzero(kept_rows(events, chosen))
     if events.time is not None:
         times = events.time if events.time_unit is None else events.time.astype(f"datetime64[{events.time_unit}]")
@@ -93,16 +101,17 @@ def histories_from_file(
 
 
 def encode(
-    histories: Any, vocabulary: Vocabulary, *, reads_times: bool, time_unit: str | None, keep_empty: bool = False
+    histories: Any, vocabulary: Vocabulary, model: SequenceModel, *, time_unit: str | None, keep_empty: bool = False
 ) -> Encoded:
-    """Raw histories as item indices, unknown items left out and counted.
+    """Raw histories as item indices, unknown items left out and counted, with what the model reads of events.
 
     Warns where the rows of a frame go back in time, and where its times are whole numbers that look like those of
     another unit; the warnings point at the program that called recbft. ``keep_empty`` keeps users without a known item.
     """
     histories = as_frame(histories)
     users, lengths, raw = _flatten(histories)
-    times = _times(histories, time_unit) if reads_times else None
+    times = _times(histories, time_unit) if model.reads_times else None
+    reliability = _reliability(histories) if model.reads_reliability else None
     if not users:
         raise UserError("there is no history to recommend for; give at least one user with items")
     if not len(raw) and not keep_empty:
@@ -128,6 +137,7 @@ def encode(
         times=None if times is None else times[known],
         unknown_events=int((~known).sum()),
         skipped_users=Users(column_of(skipped).tolist() if skipped else ()),
+        reliability=None if reliability is None else reliability[known],
     )
 
 
@@ -140,7 +150,12 @@ def as_frame(histories: Any) -> Any:
 
 
 def in_usual_columns(
-    histories: Any, user: str | None, item: str | None, time: str | None, session: str | None = None
+    histories: Any,
+    user: str | None,
+    item: str | None,
+    time: str | None,
+    session: str | None = None,
+    reliability: str | None = None,
 ) -> Any:
     """A table whose columns have the names of a run's own data, with the usual names; what has those is unchanged."""
     histories = as_frame(histories)
@@ -150,6 +165,10 @@ def in_usual_columns(
     who = by_session({"user": user, "session": session})
     own = {"user_id": who["user"] or "user_id", "item_id": item or "item_id", USUAL_TIME: time or USUAL_TIME}
     is_usual = session is None and {"user_id", "item_id"} <= there
+    if reliability in there:
+        histories = histories.assign(**{RELIABILITY: histories[reliability]})
+        there.add(RELIABILITY)
+    own[RELIABILITY] = RELIABILITY
     if is_usual or not {own["user_id"], own["item_id"]} <= there:
         return histories
     named = histories[[name for name in own.values() if name in there]].rename(
@@ -238,6 +257,14 @@ def _times(histories: Any, unit: str | None) -> NDArray[np.int64] | None:
     elif unit is not None:
         check_unit(times, unit, "the histories", stacklevel=5)
     return times[np.argsort(pd.factorize(histories["user_id"])[0], kind="stable")]
+
+
+def _reliability(histories: Any) -> NDArray[np.float64] | None:
+    """That of all events in the order of ``_flatten``; None without a column of it."""
+    if not isinstance(histories, pd.DataFrame) or RELIABILITY not in histories.columns:
+        return None
+    values = read_reliabilities(_as_array(histories, RELIABILITY), RELIABILITY, "the histories")
+    return values[np.argsort(pd.factorize(histories["user_id"])[0], kind="stable")]
 
 
 def _warn_if_out_of_order(histories: Any) -> None:

@@ -102,7 +102,7 @@ def recommend_in_blocks(
     check_filter_seen(filter_seen)
     shown = _check_fallback(fallback, popular)
     encoded = encode(
-        histories, vocabulary, reads_times=model.reads_times, time_unit=time_unit,
+        histories, vocabulary, model, time_unit=time_unit,
         keep_empty=model.same_for_all or fallback is not None,
     )  # fmt: skip
     filters = Filters.of(vocabulary, encoded.users, exclude, candidates)
@@ -131,7 +131,7 @@ def recommend_lists(
     check_asked(model, k)
     check_filter_seen(filter_seen)
     shown = _check_fallback(fallback, popular)
-    encoded = encode(histories, vocabulary, reads_times=model.reads_times, time_unit=time_unit, keep_empty=True)
+    encoded = encode(histories, vocabulary, model, time_unit=time_unit, keep_empty=True)
     filters = Filters.of(vocabulary, encoded.users, exclude, candidates)
     asked = Asked(k, bool(filter_seen), filters, shown, calibration, memory_mb, Caps.of(labels, cap))
     answers: list[Recommended] = []
@@ -345,14 +345,17 @@ def _best(
 def states_of(model: SequenceModel, encoded: Encoded, rows: IntArray, device: torch.device) -> tuple[Tensor, Tensor]:
     """State and precision of some histories, (S, D) and (S,), NaN where the model keeps no precision."""
     items, start, stop, times = encoded.items, encoded.offsets[rows], encoded.offsets[rows + 1], encoded.times
+    reliability = encoded.reliability
     if model.same_for_all:  # an empty history too
         items, start, stop, times = np.ones(1, np.int64), np.zeros_like(rows), np.ones_like(rows), None
+        reliability = None
     found: list[UserStates] = []
     if len(rows) == 1 and isinstance(model, Served):
         own = slice(start[0], stop[0])
         found = model.states_of_one(items[own], None if times is None else times[own])
     if not found:
-        batches = read_histories(model, items, start, stop, times=times, source="the list of histories")
+        known: dict[str, Any] = {"times": times, "reliability": reliability}
+        batches = read_histories(model, items, start, stop, **known, source="the list of histories")
         found = [model.user_states(batch.to(device)) for batch in batches]
     states = [one.state for one in found]
     precisions = [x.state.new_full((len(x.state),), np.nan) if x.precision is None else x.precision for x in found]

@@ -28,7 +28,7 @@ class Served(SequenceModel):
         self.model = model.eval()
         self.max_length, self.append, self.core = model.max_length, model.append, model.core
         self.reads_times, self.shows_target_time = model.reads_times, model.shows_target_time
-        self.same_for_all = model.same_for_all
+        self.reads_reliability, self.same_for_all = model.reads_reliability, model.same_for_all
 
     def user_states(self, batch: Batch) -> UserStates:
         """Those of the model."""

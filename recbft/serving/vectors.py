@@ -53,9 +53,7 @@ def user_vectors(
 ) -> UserVectors:
     """``Recommender.user_vectors``; see there."""
     check_asked(model, 1)
-    encoded = encode(
-        histories, vocabulary, reads_times=model.reads_times, time_unit=time_unit, keep_empty=model.same_for_all
-    )
+    encoded = encode(histories, vocabulary, model, time_unit=time_unit, keep_empty=model.same_for_all)
     table, blocks = model.item_table(), []
     with torch.inference_mode(), evaluation_mode(model):
         for first in range(0, len(encoded.users), HISTORIES_AT_ONCE):

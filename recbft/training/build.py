@@ -41,6 +41,7 @@ from recbft.evaluation.metrics import config_hash, protocol
 from recbft.mixers.head_dynamics import DAY
 from recbft.mixers.interface import DECAY, DECAY_KEPT
 from recbft.models import MODELS
+from recbft.models.backbone import Backbone
 from recbft.models.contract import TrainableModel
 from recbft.runs.checkpoint import TrainState, best_digest, vocabulary_hash
 from recbft.runs.folder import RunFolder
@@ -54,7 +55,8 @@ from recbft.training.run_config import RunConfig
 
 CPU = torch.device("cpu")
 KEEP = 0.4
-_OF_PRECISION = {"precision", "item_precision", "update", "unit", "log_scale"}  # in names, beside the optimiser's group
+# in names, beside the optimiser's group
+_OF_PRECISION = {"precision", "item_precision", "reliability_precision", "update", "unit", "log_scale"}
 
 
 class Parts(NamedTuple):
@@ -118,6 +120,15 @@ def build_model(config: RunConfig, dataset: Dataset, device: torch.device = CPU)
     if transform is not None and dataset.features is not None:
         content = torch.from_numpy(transform.matrix(dataset.features).values)
     model = config.build(counts, content)
+    if isinstance(model, Backbone) and model.reads_reliability:
+        known = dataset.split.training_reliability
+        if known is None:
+            raise UserError(
+                f"backbone.reads_reliability is {config.backbone.reads_reliability!r}, but data set {dataset.name!r} "
+                "has no reliability; name its column as data.reliability, in Python as reliability in "
+                "Dataset.from_frame or Dataset.load"
+            )
+        model.fit_reliability(known)
     # Making modules draws random numbers, more in one arm than in another: begin anew, so that arms share dropout.
     seed_everything(config.seed, device)
     return model
@@ -152,6 +163,7 @@ def training_batches(config: RunConfig, dataset: Dataset) -> EpochBatches | None
         seed=config.seed,
         times=split.times,
         weights=split.weights,
+        reliability=split.reliability if config.reads_reliability else None,
     )
     if batches.num_batches == 0:
         raise UserError(

@@ -49,6 +49,7 @@ class Shape(NamedTuple):
     positions: int
     times: bool
     next_times: bool
+    reliability: bool
     weights: bool = False
 
 
@@ -197,12 +198,15 @@ def pad(batch: Batch, width: int) -> tuple[Shape, Tensor]:
         positions=_rounded(learned.numel()),
         times=batch.time is not None,
         next_times=batch.next_time is not None,
+        reliability=batch.reliability is not None,
         weights=batch.weight is not None,
     )
     own = batch.items.shape[1]
     last = batch.last // own * width + batch.last % own
     grids = ((batch.items, 0), (batch.segment, -1), (batch.position, 0), (batch.time, 0), (batch.next_time, 0))
     parts = [_grid(grid, rows, width, empty).flatten() for grid, empty in grids if grid is not None]
+    if batch.reliability is not None:  # their bits
+        parts.append(_grid(batch.reliability, rows, width, math.nan).flatten().view(torch.int64))
     parts += [_longer(last, shape.histories, 0), _longer(learned, shape.positions, 0)]
     parts.append(_longer(target[learned] - 1, shape.positions, -1))
     if batch.weight is not None:  # their bits
@@ -214,7 +218,7 @@ def pad(batch: Batch, width: int) -> tuple[Shape, Tensor]:
 def cut(numbers: Tensor, shape: Shape) -> Padded:
     """The batch whose numbers stand end to end, as views of them."""
     R, T = shape.rows, shape.width
-    grids = 3 + shape.times + shape.next_times
+    grids = 3 + shape.times + shape.next_times + shape.reliability
     sizes = [*[R * T] * grids, shape.histories, shape.positions, shape.positions, shape.positions * shape.weights]
     *found, last, learned, wanted, weight = numbers.split(sizes)
     given = iter(grid.view(R, T) for grid in found)
@@ -226,6 +230,7 @@ def cut(numbers: Tensor, shape: Shape) -> Padded:
         target=None,
         last=last,
         next_time=next(given) if shape.next_times else None,
+        reliability=next(given).view(torch.float64) if shape.reliability else None,
     )
     return Padded(batch, learned, wanted, weight.view(torch.float64) if shape.weights else None)
 
@@ -236,7 +241,7 @@ def _rounded(size: int) -> int:
     return -(-size // unit) * unit
 
 
-def _grid(values: Tensor, rows: int, width: int, empty: int) -> Tensor:
+def _grid(values: Tensor, rows: int, width: int, empty: float) -> Tensor:
     made = values.new_full((rows, width), empty)
     made[: values.shape[0], : values.shape[1]] = values
     return made

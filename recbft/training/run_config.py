@@ -159,7 +159,7 @@ class RunConfig:
         if self.mixer is not None and MIXERS[self.mixer].reads_back:
             hindrances.append(f"mixer {self.mixer!r}, which looks at numbers within a step")
         if self.backbone.loss != "ce":
-            hindrances.append(f"loss {self.backbone.loss!r}, which draws or leaves out items within a step")
+            hindrances.append(f"loss {self.backbone.loss!r}, which is not the plain cross-entropy")
         if self.moe.experts:
             hindrances.append("experts, which get as many tokens as ask for them")
         return hindrances[0] if hindrances else None
@@ -170,6 +170,11 @@ class RunConfig:
         if getattr(self.backbone, "time_bias", False):
             return "backbone.time_bias"
         return "mixing.time" if getattr(self.mixing, "time", False) else None
+
+    @property
+    def reads_reliability(self) -> bool:
+        """Whether the model looks at the reliability of events."""
+        return getattr(self.backbone, "reads_reliability", None) is not None
 
     @property
     def parts(self) -> dict[str, RunConfig]:

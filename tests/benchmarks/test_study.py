@@ -12,8 +12,9 @@ import pytest
 import torch
 import yaml
 
-from benchmarks.study import choose, corrupted, ledger, overview, paper, planted, tables
+from benchmarks.study import by_noise, choose, corrupted, ledger, overview, paper, planted, reliable, tables
 from recbft.datasets import SyntheticConfig, leave_one_out, synthetic_dataset
+from recbft.datasets.batches import ClozeBatches, TrainingBatches
 from recbft.errors import UserError
 from recbft.evaluation.paired import compare_seeds
 from recbft.experiments.plan import parse_arms
@@ -60,6 +61,117 @@ def test_the_command_measures_every_place_and_repeats_itself(small, tmp_path, ca
     )
     assert [row["ndcg@10 unfiltered"] for row in whole] != [row["ndcg@10 unfiltered"] for row in read]
     assert "| both | 0.5 |" in capsys.readouterr().out
+
+
+def batches_of(dataset, kind=TrainingBatches, **how):
+    split = dataset.split
+    how = {"max_length": 12, "batch_size": 64, "seed": 2, "samples": "windows", **how}
+    return kind(split.items, split.training_start, split.training_stop, **how)
+
+
+@pytest.mark.parametrize(("kind", "how"), [(TrainingBatches, {}), (ClozeBatches, {"mask": 81})])
+def test_noise_in_targets_is_nested_and_leaves_what_is_read_as_it_is(dataset, kind, how):
+    noisy = [corrupted.corrupted(dataset, share, noise_seed=1).items for share in (0.0, 0.1, 0.4)]
+    np.testing.assert_array_equal(noisy[0], dataset.items)
+    hit = noisy[1] != dataset.items
+    np.testing.assert_array_equal(noisy[2][hit], noisy[1][hit])
+    plain = batches_of(dataset, kind, **how)
+    for share, targets in zip((0, 0.1, 0.4), noisy, strict=True):
+        wrong = total = 0
+        for own, other in zip(plain.epoch(1), corrupted.Retargeted(plain, targets).epoch(1), strict=True):
+            assert own.items.equal(other.items) and (own.target > 0).equal(other.target > 0)
+            wrong += int((own.target != other.target).sum())
+            total += int((own.target > 0).sum())
+        assert abs(wrong - share * total) <= 4 * np.sqrt(share * total)
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_distractors_stand_around_each_event_and_are_never_asked_for(dataset, k):
+    made, targets = corrupted.distracted(dataset, k, noise_seed=3)
+    blocks = made.items.reshape(-1, k)
+    assert ((blocks == dataset.items[:, None]).sum(axis=1) == 1).all(), (
+        "the event, and no distractor of its user's items"
+    )
+    for user in range(dataset.num_users):
+        own = slice(dataset.offsets[user], dataset.offsets[user + 1])
+        others = blocks[own][blocks[own] != dataset.items[own, None]]
+        assert len(others) == (k - 1) * (own.stop - own.start) and not np.isin(others, dataset.items[own]).any()
+    more, _ = corrupted.distracted(dataset, k + 1, noise_seed=3)
+    found = more.items.reshape(-1, k + 1)
+    assert all(np.isin(some, all_of).all() for some, all_of in zip(blocks, found, strict=True)), "nested"
+    for part in ("validation", "test"):
+        whole, read = getattr(dataset.split, part), getattr(made.split, part)
+        np.testing.assert_array_equal(read.target, whole.target)
+        np.testing.assert_array_equal(read.stop - read.start, k * (whole.stop - whole.start))
+        np.testing.assert_array_equal(made.items[read.event], whole.target)
+    asked = []
+    for batch in corrupted.Retargeted(batches_of(made, max_length=12 * k), targets).epoch(0):
+        asked += batch.target[batch.target > 0].tolist()
+    usual = [t for batch in batches_of(dataset).epoch(0) for t in batch.target[batch.target > 0].tolist()]
+    assert sorted(asked) == sorted(usual), "every training event but a user's first, once"
+
+
+def test_a_target_is_asked_for_after_the_block_before_it(dataset):
+    made, targets = corrupted.distracted(dataset, 3, noise_seed=0)
+    split = made.split
+    how = {"max_length": 10**4, "batch_size": 1, "seed": 0, "samples": "last"}
+    batches = TrainingBatches(split.items, split.training_start[:1], split.training_stop[:1], **how)
+    (batch,) = corrupted.Retargeted(batches, targets).epoch(0)
+    own = dataset.items[dataset.offsets[0] : dataset.offsets[1] - 2]
+    assert batch.target[0, 2::3].tolist() == own[1:].tolist()
+    assert batch.target[0].count_nonzero() == len(own) - 1
+
+
+def known(capsys, file, command, options, monkeypatch):
+    """What a command prints whose runs are all in its file."""
+    capsys.readouterr()
+    with monkeypatch.context() as patched:
+        patched.setattr(by_noise.Cell, "figures", lambda cell: pytest.fail("trained again"))
+        assert command([*options, "--csv", str(file)]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("noise", "level", "seeds"), [("targets", ["--shares", "0.5"], "0-1"), ("distractors", ["--ks", "3"], "0")]
+)
+def test_runs_with_known_noise_are_kept_and_compared_level_by_level(
+    small, noise, level, seeds, tmp_path, capsys, monkeypatch
+):
+    file, arms = tmp_path / "noise.csv", "matched+recency,matched+recency[backbone.loss=focal]"
+    options = [*small, "--set", "epochs=1", "--noise", noise, *level, "--arms", arms]
+    for some in ("0", seeds):
+        assert corrupted.main([*options, "--seeds", some, "--csv", str(file)]) == 0
+    lines, number = ledger.read(file), 4 if noise == "targets" else 2
+    assert len(lines) == number and lines["mrr all items"].nunique() > number // 2
+    out = known(capsys, file, corrupted.main, [*options, "--seeds", seeds], monkeypatch)
+    assert out.count("already") == number
+    assert f"| {noise} | seeds | `matched+recency` | `matched+recency[backbone.loss=focal]` |" in out
+    lead = r"[-+]\d+\.\d % \([-+].* to [-+].*\), p " if noise == "targets" else ""
+    line = rf"\| sasrec \| tiny \| {level[1]} \| {number // 2} \| 0\.\d+ \| {lead}0?\."
+    assert re.search(line, out) and re.search(line, tables.noise(tmp_path, noise))
+
+
+def test_options_of_other_noise_are_refused(small):
+    for options, said in (
+        (["--noise", "targets", "--ks", "2"], "--ks has no effect with noise in targets; give --shares"),
+        (["--noise", "distractors", "--ks", "0"], "--ks is '0'; give whole numbers of at least 1"),
+        (["--noise", "targets", "--json", "x.json"], "--json has no effect with noise in targets; give --csv"),
+        (["--noise", "distractors", "--set", "samples=prefixes"], "take sasrec or hstu with training.samples windows"),
+    ):
+        with pytest.raises(UserError, match=said):
+            corrupted.main([*small, *options])
+
+
+def test_ways_to_read_a_rating_are_compared_on_the_same_targets(events, tmp_path, capsys, monkeypatch):
+    frame = pd.read_parquet(events)
+    frame.assign(stars=np.arange(len(frame)) % 5 + 1.0).to_csv(tmp_path / "rated.csv", index=False)
+    file, arms = tmp_path / "noise.csv", "matched+recency,bft[reads_reliability=precision],bft[data.weight={column}]"
+    options = ["--dataset", "rated.csv", "--data-root", str(tmp_path), "--column", "stars", "--seeds", "0"]
+    options += ["--set", "time=timestamp", "--set", "hidden_size=8", "--set", "epochs=1", "--arms", arms]
+    assert reliable.main([*options, "--csv", str(file)]) == 0
+    out = known(capsys, file, reliable.main, options, monkeypatch)
+    assert "| `bft[backbone.reads_reliability=precision]` | `bft[data.weight=stars]` |" in out
+    assert "| sasrec | rated | stars | 1 | 0." in out
 
 
 def test_of_a_baseline_without_a_hit_nothing_is_said_relative_to_it():

@@ -12,9 +12,12 @@ import torch.nn.functional as F
 from recbft.datasets.batches import ClozeBatches, TrainingBatches, pack_histories
 from recbft.datasets.samples import SAMPLE_KINDS
 from recbft.datasets.side_by_side import lay_side_by_side
+from recbft.errors import UserError
+from recbft.kernels.cross_entropy import Pairs
 from recbft.models.losses import (
     ItemLoss,
     binary_cross_entropy,
+    focal_losses,
     gathered_scores,
     gbce_beta,
     sampled_softmax,
@@ -22,6 +25,7 @@ from recbft.models.losses import (
     shares_of,
 )
 from recbft.models.sasrec import SASRecConfig, sasrec
+from recbft.models.stacked import Stacked
 
 N, V, D = 7, 11, 5
 
@@ -313,3 +317,52 @@ def test_negatives_from_weighed_targets_are_unbiased(m):
         sums.append((logits[drawn] - log_expected).exp().sum())
     expected = logits[:4].exp().sum()
     torch.testing.assert_close(torch.stack(sums).mean(), expected, rtol=1e-10 if m > 7 else 0.02, atol=0)
+
+
+def with_exponent(alpha):
+    return torch.tensor(float(alpha), dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("alpha", [-40, -1.0, 0.0, 2.5])
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+@pytest.mark.parametrize("block", [1, 3 * V, 10**6])
+def test_focal_loss_is_its_definition_in_value_and_gradients(alpha, weights, block, monkeypatch):
+    monkeypatch.setattr("recbft.models.losses.BLOCK_ELEMENTS", block)
+    states, weight, bias, target = problem(4)
+    exponent, added = with_exponent(alpha), torch.tensor([0.7, -0.4, 1.1], dtype=torch.float64, requires_grad=True)
+    which = torch.tensor([[0, 2, 5], [1, 3, int(target[5])]])
+    shares = None if weights is None else shares_of(weights)
+    found = loss_of("focal")(states, weight, bias, target, added=Pairs(which, added), shares=shares, exponent=exponent)
+    logits = (states @ weight.T + bias).index_put(tuple(which), added, accumulate=True)
+    p = logits.softmax(dim=1)[torch.arange(N), target]
+    each = -((1 - p) ** torch.log1p(exponent.exp())) * p.log()
+    expected = each.mean() if weights is None else (weights * each).sum() / weights.sum()
+    torch.testing.assert_close(found, expected)
+    inputs = (states, weight, bias, added, exponent)
+    for one, two in zip(torch.autograd.grad(found, inputs), torch.autograd.grad(expected, inputs), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_focal_loss_without_an_exponent_is_the_cross_entropy_and_of_a_sure_target_finite():
+    states, weight, bias, target = problem(5)
+    plain = loss_of("ce")(states, weight, bias, target)
+    torch.testing.assert_close(loss_of("focal")(states, weight, bias, target, exponent=with_exponent(-40)), plain)
+    sure = (100 * weight[target].sign()).detach().requires_grad_()
+    loss = loss_of("focal")(sure, weight.detach().sign(), None, target, exponent=with_exponent(-3.0))
+    assert loss.isfinite() and torch.autograd.grad(loss, sure)[0].isfinite().all()
+
+
+def test_a_model_learns_the_exponent_of_its_focal_loss_and_seeds_apart_from_each_other():
+    torch.manual_seed(0)
+    model = sasrec(SASRecConfig(hidden_size=8, max_length=4, dropout=0.0, loss="focal"), None, torch.ones(7))
+    batch = pack_histories(np.array([1, 2, 3, 4, 5]), np.array([0]), np.array([4]), with_targets=True)
+    loss = model.loss(batch)
+    loss.backward()
+    assert model.focal_exponent.item() == 0 and model.focal_exponent.grad < 0  # a larger one lowers the loss
+    assert model.optimiser_groups()["focal_exponent"] == "backbone"
+    states, table = model.encode(batch).mean[0], model.item_table().weight[1:]
+    each = F.cross_entropy(states @ table.T, torch.tensor([1, 2, 3, 4]), reduction="none")
+    torch.testing.assert_close(loss, focal_losses(each, torch.zeros(())).mean())
+    stacked = sasrec(SASRecConfig(hidden_size=8, max_length=4, dropout=0.0, loss="focal"), None, torch.ones(7))
+    with pytest.raises(UserError, match="together with loss 'focal', whose exponent each learns"):
+        Stacked([stacked], [torch.Generator()])

@@ -18,7 +18,7 @@ SHARED = {
     "output_projection": False,
     "loss": "ce", "num_negatives": None, "negatives": None, "gbce_t": None,
     "item_vector": None, "content_events": 5, "content_neighbours": 50, "content_width": 256, "content_mean": True,
-    "thinned_items": 0.12, "linear_init": None, "recency_start": None,
+    "thinned_items": 0.12, "reads_reliability": None, "linear_init": None, "recency_start": None,
 }  # fmt: skip
 OWN = {
     "sasrec": {"attention_dropout": None, "activation": "gelu", "layer": "pre_norm", "dropout": 0.5, "norm_eps": 1e-8},
@@ -91,7 +91,11 @@ def test_the_least_and_the_largest_values_that_can_be_are_taken(model, settings)
         ("hstu", {"feed_forward": False, "inner_size": 8, "arm": "matched"}, "inner_size has no effect with feed_for"),
         ("hstu", {"feed_forward": False, "activation": "relu", "arm": "matched"}, "activation has no effect with feed"),
         ("hstu", {"lam_max": 10.0, "arm": "matched"}, "core.lam_max has no effect in arm 'matched' of hstu; leave it"),
-        ("hstu", {"loss": "top1"}, "loss is 'top1'; choose one of bce, bpr, ce, ce_unseen, gbce, sampled_softmax"),
+        (
+            "hstu",
+            {"loss": "top1"},
+            "loss is 'top1'; choose one of bce, bpr, ce, ce_unseen, focal, gbce, sampled_softmax",
+        ),
         ("hstu", {"show_target_time": True}, "show_target_time has no effect without time_bias"),
         ("bert4rec", {"absolute_positions": False, "positions": "oldest"}, "positions has no effect without abs"),
     ],

@@ -337,3 +337,8 @@ def test_an_empty_history_is_refused_by_models_that_start_from_an_event(name, bu
     for use in (model.calculate_loss, model.predict, model.full_sort_predict):
         with pytest.raises(UserError, match=f"a row with an empty history, which {name} cannot read"):
             use(rows)
+
+
+def test_the_reliability_of_events_which_recbole_does_not_give_is_refused(built):
+    with pytest.raises(UserError, match=r"reads_reliability has no effect in RecBole.*train with recbft"):
+        built(reads_reliability="input")

@@ -149,4 +149,5 @@ def cut(batch: Batch, length: int) -> Batch:
         target=keep(batch.target),
         next_time=keep(batch.next_time),
         weight=keep(batch.weight),
+        reliability=None if batch.reliability is None else batch.reliability.masked_fill(~kept, float("nan")),
     )

@@ -185,8 +185,9 @@ def validation_cross_entropy(model: SequenceModel, dataset: Dataset, *, most_use
         table = model.item_table()
         weight, bias = table.weight[1:], None if table.bias is None else table.bias[1:]
         rows = max(1, BLOCK_SCORES // weight.shape[0])
+        how: dict[str, Any] = {"times": view.times, "reliability": view.reliability}
         for batch in read_histories(
-            model, view.items, view.start, view.stop, times=view.times, source=f"data set {dataset.name!r}"
+            model, view.items, view.start, view.stop, **how, source=f"data set {dataset.name!r}"
         ):
             states = model.user_states(batch.to(weight.device)).state
             target = torch.from_numpy(view.target[first : first + len(states)] - 1).to(weight.device)

@@ -1,6 +1,8 @@
-"""Weights of events: read as they stand, kept beside the events, and what they multiply in a batch."""
+"""Weights and reliability of events: read as they stand, kept beside the events, and what is in a batch of them."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -119,3 +121,66 @@ def test_a_batch_without_a_target_that_counts_keeps_one_that_teaches_nothing():
     weights = np.array([1, 0, 0, 0, 0, 0, 1, 0, 0, 0], dtype=float)
     for batch in batches("next", weights).epoch(0):
         assert int((batch.target > 0).sum()) == 1 and batch.learned_weight == 0
+
+
+STARS = [5.0, np.nan, 3.0, 1.0, 4.0, 2.0, 5.0]  # of the events of LOG
+
+
+def test_reliability_follows_its_events_and_may_be_missing(tmp_path):
+    frame = LOG.assign(stars=STARS)
+    dataset = Dataset.from_frame(frame, time="t", reliability="stars")
+    np.testing.assert_array_equal(dataset.reliability, [1, 3, np.nan, 5, 4, 2, 5])
+    assert dataset.columns["reliability"] == "stars"
+    np.testing.assert_array_equal(dataset.split.training_reliability, [1, 3, 4])
+    hashes = {Dataset.from_frame(f, time="t", reliability=column).content_hash for f, column in (
+        (frame, None), (frame, "stars"), (frame, "w"), (frame.fillna(0), "stars"))}  # fmt: skip
+    assert len(hashes) == 4
+    frame.to_csv(tmp_path / "log.csv", index=False)
+    config = DataConfig(dataset=str(tmp_path / "log.csv"), time="t", reliability="stars", weight="w")
+    loaded = config.load()
+    assert loaded.content_hash == Dataset.from_frame(frame, time="t", weight="w", reliability="stars").content_hash
+    loaded.save(tmp_path / "kept.parquet")
+    kept = Dataset.load(tmp_path / "kept.parquet")
+    assert kept.content_hash == loaded.content_hash and kept.preparation == loaded.preparation
+    LOG.to_csv(tmp_path / "other.csv", index=False)
+    with pytest.warns(UserWarning, match="no column 'stars'.*: the reliability of its events counts as missing"):
+        assert config.load_again(str(tmp_path / "other.csv")).reliability is None
+
+
+@pytest.mark.parametrize("how", [{"hold_out_items": 0.3}, {"split": "global_time", "split_at": 2, "test_at": 3}, {}])
+def test_views_have_the_reliability_of_the_events_that_they_read(how):
+    number = np.arange(60)
+    frame = pd.DataFrame({"user_id": number % 6, "item_id": number * 7 % 13, "t": number // 6})
+    plain = Dataset.from_frame(frame, time="t").with_split(**how)
+    # an event's reliability is its item's number, which is missing of some
+    known = np.where(plain.items % 5, plain.items, np.nan).astype(float)
+    split = replace(plain, reliability=known).split
+    for part in (split, split.test, split.validation, split.test.rows(np.arange(2))):
+        np.testing.assert_array_equal(part.reliability, np.where(part.items % 5, part.items, np.nan))
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([1, np.inf, 1, 1, 1, 1, 1], "row 2: column 'w' holds inf, but a reliability must be a number, or missing"),
+        (["1", "NULL", "much", "1", "1", "1", "1"], "row 3: column 'w' holds 'much', but a reliability must be a num"),
+        (pd.to_datetime(["2024-01-01"] * 7), "column 'w' has type timestamp.*, but a reliability must be a number"),
+    ],
+)
+def test_a_reliability_that_is_none_is_refused_by_its_first_row(values, said):
+    with pytest.raises(UserError, match=said):
+        Dataset.from_frame(LOG.assign(w=values), time="t", reliability="w")
+
+
+@pytest.mark.parametrize("values", [["5", "", "n/a", "1e0", " 2 ", "null", "3"], [None] * 7, [True] * 7])
+def test_text_truth_values_and_nothing_at_all_are_reliabilities(values):
+    found = Dataset.from_frame(LOG.assign(w=values), reliability="w").reliability
+    np.testing.assert_array_equal(found, pd.to_numeric(pd.Series(values), errors="coerce").astype(float))
+
+
+def test_a_reliability_may_be_the_weight_or_the_time_and_no_id():
+    both = Dataset.from_frame(LOG, time="t", weight="w", reliability="w")
+    np.testing.assert_array_equal(both.weights, both.reliability)
+    assert Dataset.from_frame(LOG, time="t", reliability="t").reliability.tolist() == [1, 2, 3, 4, 1, 2, 3]
+    with pytest.raises(UserError, match="must be columns of their own"):
+        Dataset.from_frame(LOG, reliability="item_id")
