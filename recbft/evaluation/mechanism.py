@@ -29,6 +29,8 @@ held against the head's gain, over users, once more with the number of keys held
                     levels: list of {reliability, num_items, mean}}: tau before the first layer, over the items seen in
                     training; bins are means over items; at_floor, at_cap: shares of the items at either end of the
                     range, where the clamp lets no gradient through
+    item_belief     {kappa, bins}: bins are means over items of kappa / (c + kappa), the share that content still has in
+                    an item's vector after c training events; None where items are known by number alone
     user_reliability  {rho, p, num_users, levels: list of {reliability, num_users, mean}}: posterior precision of users
                     against the planted reliability
 
@@ -110,6 +112,7 @@ def mechanism(
                 for number, layer in enumerate(layers, start=1)
             ],
             "initial_precision": _initial(model, counts, bins, reliability),
+            "item_belief": _prior_share(model, bins),
             "user_reliability": _by_user(posterior, planted, view.user),
         }
 
@@ -317,7 +320,8 @@ def _initial(
     item_precision = getattr(model, "item_precision", None)
     if item_precision is None:
         return None
-    weight = model.item_table().weight
+    backbone: Any = model
+    weight = model.item_table().weight[:, : backbone.config.hidden_size]  # without the content that is compared
     items = torch.arange(1, len(counts) + 1, device=weight.device)[None]
     tau = item_precision(items, weight[items])[0, :, 0].double().cpu().numpy()
     tau = np.where(counts > 0, tau, np.nan)  # an item never seen in training has learned nothing
@@ -338,6 +342,18 @@ def _initial(
         "p_reliability": planted.p,
         "levels": None if reliability is None else _levels(reliability[seen], tau[seen], "num_items"),
     }
+
+
+def _prior_share(model: SequenceModel, bins: Strata) -> dict[str, Any] | None:
+    """What is left of content in the items' vectors, by how often they occur."""
+    belief = getattr(model, "item_belief", None)
+    if belief is None or belief.kappa_logit is None:
+        return None
+    share = belief.prior_share(belief.counts[1:]).double().cpu().numpy()
+    size = len(bins.names)
+    in_bin = np.bincount(bins.member, minlength=size)
+    by_bin = ratio(np.bincount(bins.member, weights=share, minlength=size), in_bin)
+    return {"kappa": belief.kappa.item(), "bins": plain(by_bin)}
 
 
 def _by_user(posterior: list[Tensor], planted: PlantedReliability | None, users: IntArray) -> dict[str, Any] | None:

@@ -182,19 +182,31 @@ def _frequency_plots(parts: Mapping[str, Mapping[int, Any]]) -> list[Plot]:
                 kept = [(float(n), value) for n, value in enumerate(values) if value is not None]
                 if kept:
                     curves[f"{arm}, layer {layer['layer']}"] = ([n for n, _ in kept], [value for _, value in kept])
-        if curves:
-            name = quantity.replace("_", " ")
-            svg = plots.lines(
-                curves, "training events of the item", f"mean {name}", f"{name} by frequency", ticks=ticks
-            )
-            drawn.append(
-                Plot(
-                    name=f"mechanism-{quantity.replace('_', '-')}",
-                    svg=svg,
-                    caption=f"Mean {name} by item frequency, over the probed seeds.",
-                )
-            )
+        drawn += _by_frequency(quantity, curves, ticks, f"mean {quantity.replace('_', ' ')}")
+    of_items = {"initial_precision": "mean precision before the first layer", "item_belief": "share of content"}
+    for quantity, label in of_items.items():
+        curves = {}
+        for arm, each in parts.items():
+            known = [found["bins"] for one in each.values() if (found := one.get(quantity)) is not None]
+            means = [mean_of([values[n] for values in known]) for n in range(len(bins))]
+            if kept := [(float(n), value) for n, value in enumerate(means) if value is not None]:
+                curves[arm] = ([n for n, _ in kept], [value for _, value in kept])
+        drawn += _by_frequency(quantity, curves, ticks, label)
     return drawn
+
+
+def _by_frequency(
+    quantity: str, curves: Mapping[str, tuple[list[float], list[float]]], ticks: Sequence[str], label: str
+) -> list[Plot]:
+    """A drawing of what a quantity of ``probe.json`` is on average over the items of each bin; none without curves."""
+    if not curves:
+        return []
+    name = quantity.replace("_", " ")
+    svg = plots.lines(curves, "training events of the item", label, f"{name} by frequency", ticks=ticks)
+    caption = f"Mean {name} by item frequency, over the probed seeds."
+    if quantity == "item_belief":
+        caption = "How much of an item's vector is still its content, by item frequency: 1 is all, 0 is events alone."
+    return [Plot(name=f"mechanism-{quantity.replace('_', '-')}", svg=svg, caption=caption)]
 
 
 def _uncertainty_plots(parts: Mapping[str, Mapping[int, Any]]) -> list[Plot]:

@@ -25,12 +25,14 @@ def make_dataset(num_users=23, num_items=17, seed=0, *, shortest=3, longest=12):
     return Dataset.from_frame(frame, name="tiny", time="timestamp")
 
 
-def make_model(dataset, model="sasrec", arm="bft", *, core=None, seed=0, **backbone):
+def make_model(dataset, model="sasrec", arm="bft", *, core=None, seed=0, content=None, **backbone):
     """Warmed up, running means filled, nothing idle."""
     spec = MODELS[model]
     settings = {"hidden_size": 8, "max_length": 8, "dropout": 0.2, **spec.arms[arm], **backbone}
     chosen = CoreConfig(**{**spec.core, **(core or {})}) if arm in spec.precision_arms else None
-    made = spec.build(spec.config(**settings), chosen, torch.from_numpy(dataset.training_counts), seed=seed).double()
+    known = {} if content is None else {"content": content}
+    counts = torch.from_numpy(dataset.training_counts)
+    made = spec.build(spec.config(**settings), chosen, counts, seed=seed, **known).double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in made.named_parameters():

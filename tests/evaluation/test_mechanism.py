@@ -232,6 +232,25 @@ def test_the_initial_precision_is_over_items_seen_in_training(lab):
     assert initial["levels"] is None and report["user_reliability"] is None
 
 
+@pytest.mark.parametrize("initial", ["evidence", "hybrid"])
+def test_what_is_left_of_content_in_a_vector_is_a_mean_over_the_items_of_a_bin(lab, initial):
+    dataset = lab.make_dataset(num_users=12, num_items=30, seed=4, longest=5)
+    content = torch.nn.functional.normalize(
+        torch.randn(dataset.num_items + 1, 5, generator=torch.Generator().manual_seed(2))
+    )
+    model = lab.make_model(dataset, core={"initial": initial}, content=content)
+    report, counts = mechanism(model, dataset, quantiles=BINS), dataset.training_counts[1:]
+    kappa = model.item_belief.kappa.item()
+    share, bins = kappa / (counts + kappa), item_frequency(counts, counts, quantiles=BINS, new_apart=False)
+    means = [share[bins.users(stratum)].mean() for stratum in range(len(bins.names))]
+    assert report["item_belief"] == {"kappa": pytest.approx(kappa), "bins": pytest.approx(means)}
+    assert report["initial_precision"]["num_items"] == (counts > 0).sum()
+    for vector in ("additive", "id"):
+        other = lab.make_model(dataset, content=content, item_vector=vector)
+        assert mechanism(other, dataset)["item_belief"] is None
+    assert mechanism(lab.make_model(dataset), dataset)["item_belief"] is None
+
+
 # ln(1 + exp(-6.5)) is a half more than the floor.
 @pytest.mark.parametrize(
     ("start", "ends"), [(-1e6, (1.0, 0.0)), (-6.5, (0.0, 0.0)), (99.9, (0.0, 0.0)), (1e6, (0.0, 1.0))]

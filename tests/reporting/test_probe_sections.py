@@ -183,6 +183,15 @@ def test_confidences_and_probabilities_are_shown_as_means_with_intervals_over_th
     assert said in section.words[1] and section.words[2].startswith("Posterior precision of bft, seed")
 
 
+def test_how_far_events_have_moved_items_from_their_content_is_drawn_where_items_have_some(copied, monkeypatch):
+    belief = {"kappa": 2.0, "bins": [0.9, 0.7, 0.5, None, 0.1]}
+    probe = changed_probe(copied, "bft-seed0", lambda probe: probe["mechanism"].update(item_belief=belief))
+    drawn = watched_lines(monkeypatch)
+    section = mechanism_section({"bft": {0: probe}}, draw=True)
+    assert drawn["item belief by frequency"][0] == {"bft": ([0, 1, 2, 4], [0.9, 0.7, 0.5, 0.1])}
+    assert section.plots[-1].name == "mechanism-item-belief"
+
+
 def test_curves_of_probes_are_means_by_frequency_and_one_probe_s_risk_and_reliability(comparison, trained, monkeypatch):
     drawn = watched_lines(monkeypatch)
     probes, notes = load_probes(comparison)
@@ -197,6 +206,10 @@ def test_curves_of_probes_are_means_by_frequency_and_one_probe_s_risk_and_reliab
             found = [each["mechanism"]["layers"][number]["quantities"][quantity]["bins"] for each in (first, second)]
             assert curves.pop(f"bft, layer {number + 1}") == ([0, 1, 2, 3, 4], pytest.approx(np.mean(found, axis=0)))
         assert not curves
+    found = [each["mechanism"]["initial_precision"]["bins"] for each in (first, second)]
+    curves, _ = drawn["initial precision by frequency"]
+    assert curves == {"bft": ([0, 1, 2, 3, 4], pytest.approx(np.mean(found, axis=0)))}
+    assert "item belief by frequency" not in drawn
     one = first["uncertainty"]
     risk, reliability = drawn["Risk and coverage"][0], drawn["Reliability"][0]
     assert risk["at random"] == ([0, 1], [1 - one["hit_rate"]] * 2)
