@@ -4,7 +4,7 @@ The model is ``sasrec`` with all of its arms, mixers and its precision channel: 
 every token, learned positions or those of the mixer. Its item counts are the tokens' counts in the training text, from
 which precision starts.
 
-    focal   equation (6.18) of ``recbft.models.losses`` in place of -log p
+    focal   equation (6.20) of ``recbft.models.losses`` in place of -log p
 
 Source: Precision Tracked Transformer (arXiv 2605.18832), section 5.3.
 Shapes: B windows, T tokens, V vocabulary.

@@ -9,7 +9,7 @@ With l_i = x . w_i + b_i the score of item i and y the target of a position,
     gbce             -(beta log s(l_y) + sum_j log(1 - s(l_j))) / (k + 1),  s the logistic function  (6.6)
                      beta = alpha (t (1 - 1/alpha) + 1/alpha),  alpha = min(1, k / (V - 1))
     bpr              -(1/k) sum_j log s(l_y - l_j),  j over the negatives                            (6.11)
-    focal            (1 - p)^g (-log p),  p = exp(-CE(y)),  g = softplus(alpha), alpha learned, from 0   (6.18)
+    focal            (1 - p)^g (-log p),  p = exp(-CE(y)),  g = softplus(alpha), alpha learned, from 0   (6.20)
     smoothed ce      (1 - e) CE(y) + (e / V) sum_i CE(i)  =  CE(y) + e x . (w_y - mean_i w_i)       (10.4)
 
 With weights c_n of the positions each is a mean with the shares c_n / sum_n c_n in the place of 1 / N (the means over
@@ -25,12 +25,12 @@ batch's own targets). So the sum in (6.4) has that of (6.3) as its expectation; 
 (6.11) each position draws k negatives of its own, uniformly from all items but its target. All draws come from
 PyTorch's default generator.
 
-The exponent of (6.18) is minimised along with the rest, as in its source. A larger one lowers the loss, since
+The exponent of (6.20) is minimised along with the rest, as in its source. A larger one lowers the loss, since
 1 - p < 1: it grows as long as training goes on, and how far is a matter of the learning rate. It is a control.
 
 Source: Bengio and Senecal (2008) for (6.4); Kang and McAuley, SASRec (arXiv 1808.09781) for bce; Petrov and Macdonald,
 gSASRec (arXiv 2308.07192) for (6.6); Rendle et al., BPR (arXiv 1205.2618) for (6.11), as RecBole's models train by it;
-Precision Tracked Transformer (arXiv 2605.18832), appendix O.2, equation 16, for (6.18).
+Precision Tracked Transformer (arXiv 2605.18832), appendix O.2, equation 16, for (6.20).
 Shapes: N positions, V items, D width, m shared negatives, k negatives per position; B rows, T tokens, P pairs.
 """
 
@@ -59,7 +59,7 @@ Negatives = Literal["uniform", "in_batch"]
 
 GBCE_T = 0.75
 BLOCK_ELEMENTS = 4_000_000  # of gathered item vectors, or of logits, at a time
-LEAST_WRONG = 1e-6  # 1 - p of (6.18), of which powers below 1 have an endless slope at 0
+LEAST_WRONG = 1e-6  # 1 - p of (6.20), of which powers below 1 have an endless slope at 0
 
 
 def check_loss(settings: BackboneConfig) -> None:
@@ -115,7 +115,7 @@ class ItemLoss:
             seen: of (6.10), as ``seen_items`` gives it.
             added: to scores of some positions and rows of ``weight``, for losses over all items.
             shares: of each position in the mean, (N,), as ``shares_of`` gives them; None for equal ones.
-            exponent: alpha of (6.18), for a loss that has one.
+            exponent: alpha of (6.20), for a loss that has one.
         """
         given = {"added": added, "exponent": exponent}
         more = {name: value for name, value in given.items() if value is not None}
@@ -185,7 +185,7 @@ def _focal(
     *,
     exponent: Tensor,
 ) -> Tensor:
-    """(6.18), whose gradient is that of the cross-entropy with each position's share times the slope of its loss."""
+    """(6.20), whose gradient is that of the cross-entropy with each position's share times the slope of its loss."""
     each = _position_losses(states, weight, target, added)  # (N,) without a gradient
     shares = torch.full_like(each, 1 / len(each)) if shares is None else shares
     mean = full_cross_entropy(states, weight, target, added=added, shares=shares * _focal_slope(each, exponent))
@@ -193,7 +193,7 @@ def _focal(
 
 
 def focal_losses(losses: Tensor, alpha: Tensor) -> Tensor:
-    """(6.18) of positions from their cross-entropies, (N,)."""
+    """(6.20) of positions from their cross-entropies, (N,)."""
     return _wrong(losses) ** F.softplus(alpha) * losses
 
 
