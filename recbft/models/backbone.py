@@ -280,8 +280,9 @@ class Backbone(TrainableModel):
         number = known.cumsum(0) - 1  # (V,) of each item among those
         weight, bias = vectors[1 : self.num_items + 1], None if self.item_bias is None else self.item_bias[1:]
         if not known.all():
-            rows = known.nonzero()[:, 0]
-            weight, bias = weight.index_select(0, rows), None if bias is None else bias.index_select(0, rows)
+            rows = items.has_events.nonzero()[:, 0]
+            weight = vectors.index_select(0, rows)
+            bias = None if self.item_bias is None else self.item_bias.index_select(0, rows)
         seen = None if seen is None else torch.stack([seen[0], number[seen[1]]])
         added = items.pairs(batch, learn, counts) if items.num_events else None
         return self.item_loss(states, weight, bias, number[wanted], seen, added, shares, alpha)

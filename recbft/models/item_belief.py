@@ -26,12 +26,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recbft.datasets.batches import Batch
 from recbft.errors import UserError
 from recbft.kernels.cross_entropy import Pairs
+from recbft.kernels.product import updated_product
 from recbft.mixers.interface import Group, TrainedPart
 
 if TYPE_CHECKING:
@@ -115,16 +115,18 @@ class ItemBelief(TrainedPart):
         V1 = len(self.content)
         if self.arm == "id":
             return own
-        of_items = own[:V1]
+        of_items, gain = own if len(own) == V1 else own[:V1], None
         if self.kappa_logit is not None:  # (6.13)
-            of_items = (counts / (counts + self.kappa))[:, None] * of_items
+            gain = counts / (counts + self.kappa)
         if self.arm == "content":
             of_items = 0 * of_items
-        if self.prior is not None:
+        if self.gate is not None and self.prior is not None:
             mean = self.prior(self.content)
-            if self.gate is not None:
-                of_items = torch.sigmoid(self.gate(torch.cat([mean, of_items], dim=1))) * of_items
-            of_items = mean + of_items
+            of_items = mean + torch.sigmoid(self.gate(torch.cat([mean, of_items], dim=1))) * of_items
+        elif self.prior is not None:
+            of_items = updated_product(self.content, self.prior.weight, of_items, gain)
+        elif gain is not None:
+            of_items = gain[:, None] * of_items
         return of_items if len(own) == V1 else torch.cat([of_items, own[V1:]])
 
     def weights(self, counts: Tensor) -> Tensor:
@@ -169,12 +171,14 @@ class ItemBelief(TrainedPart):
         """
         near, similarity = self.neighbours()
         items, decay = self._latest(batch, at)
-        position, event = (items > 0).nonzero(as_tuple=True)  # of A' pairs of a position and an event
-        of_event = items[position, event]
-        weighted = similarity * F.embedding(near, self.weights(counts[self.has_events])[:, None])[..., 0]  # (V + 1, K)
-        values = decay[position, event][:, None] * F.embedding(of_event, weighted)  # (A', K)
-        found = near.index_select(0, of_event)
-        return Pairs(torch.stack([position[:, None].expand_as(found).flatten(), found.flatten()]), values.flatten())
+        there = items > 0
+        position, _ = there.nonzero(as_tuple=True)  # of A' pairs of a position and an event
+        of_event = items[there]
+        found = near.index_select(0, of_event)  # (A', K)
+        # Gathered counts, unlike gathered weights, have no gradient that would have to be scattered.
+        weight = self.weights(counts[self.has_events][found])
+        values = decay.masked_select(there)[:, None] * (similarity.index_select(0, of_event) * weight)
+        return Pairs(torch.stack([position[:, None].expand_as(found), found]).flatten(1), values.flatten())
 
     def neighbours(self) -> tuple[Tensor, Tensor]:
         """Of each item the most similar ones that have training events: their numbers among these, and x . x, (V+1, K).

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from recbft.kernels import dispatch
 from recbft.kernels.cross_entropy import Pairs, full_cross_entropies, full_cross_entropies_ref, full_cross_entropy
-from recbft.kernels.cross_entropy.torch import exponentials
+from recbft.kernels.cross_entropy.torch import Added, exponentials
 from tests.tolerances import assert_as_near_as, assert_same
 
 pytestmark = pytest.mark.usefixtures("scratch_full_of_nan")
@@ -231,6 +231,29 @@ def test_exponentials_and_their_sums(N, V, shifted, offset):
     torch.testing.assert_close(total.double(), expected.sum(dim=1, keepdim=True), rtol=1e-6, atol=0)
     assert shift is None if not shifted else torch.equal(shift, top.float())
     assert odds.data_ptr() == logits.data_ptr()
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+@pytest.mark.parametrize(("N", "V", "pairs"), [(1, 1, 1), (3, 17, 0), (9, 5000, 400)])
+def test_what_is_added_before_exponentials_is_there_and_its_share_of_the_sum_is_kept(N, V, pairs, shifted):
+    generator = torch.Generator().manual_seed(V)
+    logits, values = torch.randn(N, V, generator=generator), torch.randn(pairs, generator=generator)
+    row, item = torch.randint(N, (pairs,), generator=generator).sort().values, torch.arange(pairs) % min(V, 20)
+    exact = logits.double().index_put((row, item), values.double(), accumulate=True)
+    share = torch.full((pairs,), torch.nan)
+    odds, total, shift = exponentials(logits, shifted=shifted, added=Added(100, 100 + row, item, values, share))
+    expected = (exact - (shift.double() if shifted else 0)).exp()
+    torch.testing.assert_close(odds.double(), expected, rtol=1e-5, atol=1e-37)
+    torch.testing.assert_close(total.double(), expected.sum(dim=1, keepdim=True), rtol=1e-6, atol=0)
+    torch.testing.assert_close(share.double(), exact.softmax(dim=1)[row, item], rtol=1e-5, atol=1e-37)
+
+
+@pytest.mark.parametrize("item", [-1, 5])
+def test_what_is_added_to_no_item_is_refused(item):
+    states, weight, target = drawn([2], 5, 4)
+    added = Pairs(torch.tensor([[0, 1], [2, item]]), torch.ones(2))
+    with pytest.raises(IndexError, match="an item that is not among the 5"):
+        full_cross_entropy(states, weight[0], target, added=added, impl="torch")
 
 
 @pytest.mark.parametrize("impl", ["c"])

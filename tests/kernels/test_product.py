@@ -79,3 +79,22 @@ def test_lists_and_ranks_of_any_number_of_users_meet_few_shapes_and_are_right(me
         assert (ranks.unfiltered == (scores >= own).sum(axis=1)).all()
         assert (top_k(states, table, 3).items == 1 + np.argsort(-scores, axis=1)[:, :3]).all()
     assert 0 < len(met) <= 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("gained", [True, False])
+@pytest.mark.parametrize(("N", "inputs", "outputs"), [(1, 3, 2), (70, 40, 8), (5, 2, 9)])
+def test_an_updated_product_is_that_of_its_reference_and_so_are_its_gradients(N, inputs, outputs, gained, dtype):
+    generator = torch.Generator().manual_seed(N)
+    x, weight, own, gain, grad = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((N, inputs), (outputs, inputs), (N, outputs), (N,), (N, outputs))
+    )
+    found = {}
+    for impl, kind in (("torch", dtype), ("reference", torch.float64)):
+        leaves = [y.to(kind).requires_grad_() for y in (weight, own, *([gain] if gained else []))]
+        y = products.updated_product(x.to(kind), *leaves, impl=impl)
+        found[impl] = [y.detach(), *torch.autograd.grad(y, leaves, grad.to(kind))]
+    near = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
+    for one, right in zip(found["torch"], found["reference"], strict=True):
+        torch.testing.assert_close(one.double(), right, **near)

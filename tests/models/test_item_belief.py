@@ -102,7 +102,11 @@ def test_training_among_all_neighbours_is_the_cross_entropy_of_the_scores(lab, m
                 read &= position <= position[token]
             seen = [item for item in batch.items.flatten()[read].tolist() if item <= lab.V and item != target[token]]
             scores[n, [item - 1 for item in seen]] = -math.inf
-    torch.testing.assert_close(own.loss(batch), F.cross_entropy(scores, target[at] - 1))
+    losses = own.loss(batch), F.cross_entropy(scores, target[at] - 1)
+    torch.testing.assert_close(*losses)
+    names, learned = zip(*own.named_parameters(), strict=True)
+    for name, one, right in zip(names, *(torch.autograd.grad(x, learned) for x in losses), strict=True):
+        torch.testing.assert_close(one, right, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def test_an_item_without_events_is_no_rival_and_learns_nothing(lab):

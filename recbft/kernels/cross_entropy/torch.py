@@ -25,6 +25,8 @@ to the logit of position n and item i,
 
     d loss / d a_k = (exp(l_ni - shift) / z_n - [i is the target of n]) / N                              (c)
 
+A block's pairs are added, and their shares of z kept, row by row with the exponentials, while the row is in the cache.
+
 Shapes: N positions, V items, D width, S seeds, P pairs that are left out, A pairs that something is added to; a tile
 has n positions by v items.
 """
@@ -32,8 +34,8 @@ has n positions by v items.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import c_int64
-from typing import TYPE_CHECKING, Any
+from ctypes import Structure, byref, c_int64, c_void_p
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -74,7 +76,8 @@ def split(pairs: Tensor, counts: Sequence[int]) -> list[Tensor]:
     ends = torch.tensor(counts, device=pairs.device).cumsum(0)
     bounds = [0, *torch.searchsorted(pairs[0].contiguous(), ends).tolist()]
     shifts = [pairs.new_tensor([[n], [0]]) for n in (0, *ends.tolist())]
-    return [pairs[:, a:b] - shift for a, b, shift in zip(bounds, bounds[1:], shifts, strict=False)]
+    parts = zip(bounds, bounds[1:], shifts, strict=False)
+    return [pairs[:, a:b] - shift if n else pairs[:, a:b] for n, (a, b, shift) in enumerate(parts)]
 
 
 class _FullCrossEntropies(torch.autograd.Function):
@@ -164,7 +167,7 @@ def _mean_loss(
     else:
         d_states.addcmul_(target_weight, shares, value=-1)
         d_weight.index_add_(0, target, states.detach() * shares, alpha=-1)
-    return loss, d_states, d_weight, None if at_target is None else pairs.shares(at_target, N, shares)
+    return loss, d_states, d_weight, None if at_target is None else pairs.gradient(at_target, N, shares)
 
 
 def _total(each: Tensor, shares: Tensor | None) -> Tensor:
@@ -188,8 +191,8 @@ def _in_blocks(
         n = len(own)
         x = _filled_up(own, rows)
         c = None if shares is None else shares[first : first + rows]
-        logits = pairs.fill(product(x, weight, room=room[: len(x)]), first, 0)
-        odds, total, shift = exponentials(logits, shifted=not bounded)
+        logits = pairs.leave_out(product(x, weight, room=room[: len(x)]), first, 0)
+        odds, total, shift = exponentials(logits, shifted=not bounded, added=pairs.of(first))
         if shift is not None:
             loss += _total(shift[:n], c)
         loss += _total(total[:n].log(), c)
@@ -197,7 +200,6 @@ def _in_blocks(
             share = 1 / (N * total) if c is None else F.pad(c, (0, 0, 0, len(x) - n)) / total
             torch.mul(product(odds, columns)[:n], share[:n], out=d_states[first : first + rows])
             add_product(d_columns, (x * share).T, odds.T)
-            pairs.keep(odds, share, first, 0)
     return (loss, d_states, d_columns.T.contiguous()) if with_gradients else (loss, None, None)
 
 
@@ -255,11 +257,13 @@ class _Pairs:
         )
         self.left_out, self.left_bounds, _ = self._by_piece(left_out)
         pairs, values = (None, None) if added is None else added
+        if pairs is not None and pairs.numel() and not 0 <= pairs[1].min() <= pairs[1].max() < V:
+            raise IndexError(f"something is added to an item that is not among the {V} of weight")
         self.position = None if pairs is None else pairs[0]
-        self.added, self.bounds, self.order = self._by_piece(pairs)
+        self.added, self.bounds, self.order = self._by_piece(None if pairs is None else pairs.contiguous())
         if values is not None:
-            self.values = values.detach() if self.order is None else values.detach()[self.order]
-            self.grad = torch.zeros_like(self.values)
+            self.values = values.detach().contiguous() if self.order is None else values.detach()[self.order]
+            self.shares = torch.zeros_like(self.values)  # of z
 
     def _by_piece(self, pairs: Tensor | None) -> tuple[Tensor | None, list[int], Tensor | None]:
         """The pairs in the order of the pieces, where those of each begin and end, and that order if it is new."""
@@ -276,32 +280,58 @@ class _Pairs:
     def _piece(self, first_row: int, first_item: int) -> int:
         return first_row // self.rows * self.across + first_item // self.items
 
+    def of(self, first_row: int) -> Added | None:
+        """What is added in a block of positions and all items."""
+        if self.added is None:
+            return None
+        piece = self._piece(first_row, 0)
+        own = slice(self.bounds[piece], self.bounds[piece + 1])
+        position, item = self.added[:, own]
+        return Added(first_row, position, item, self.values[own], self.shares[own])
+
+    def leave_out(self, logits: Tensor, first_row: int, first_item: int) -> Tensor:
+        """The logits of a piece, with ``NOTHING`` written where a pair is left out."""
+        if self.left_out is not None:
+            piece = self._piece(first_row, first_item)
+            position, item = self.left_out[:, self.left_bounds[piece] : self.left_bounds[piece + 1]]
+            logits.index_put_((position - first_row, item - first_item), logits.new_tensor(NOTHING))
+        return logits
+
     def fill(self, logits: Tensor, first_row: int, first_item: int) -> Tensor:
-        """The logits of a piece, what is added to them added, and with ``NOTHING`` written where a pair is left out."""
+        """The same, what is added to them added."""
         piece = self._piece(first_row, first_item)
         if self.added is not None:
             own = slice(self.bounds[piece], self.bounds[piece + 1])
             position, item = self.added[:, own]
             logits.index_put_((position - first_row, item - first_item), self.values[own], accumulate=True)
-        if self.left_out is not None:
-            position, item = self.left_out[:, self.left_bounds[piece] : self.left_bounds[piece + 1]]
-            logits.index_put_((position - first_row, item - first_item), logits.new_tensor(NOTHING))
-        return logits
+        return self.leave_out(logits, first_row, first_item)
 
-    def keep(self, odds: Tensor, share: Tensor, first_row: int, first_item: int) -> None:
-        """Keep the probabilities of the pairs of a piece, over N: exp(l - shift), (n, v), times share, (n, 1)."""
+    def keep(self, odds: Tensor, total: Tensor, first_row: int, first_item: int) -> None:
+        """Keep the probabilities of the pairs of a piece: exp(l - shift), (n, v), over z, (n, 1)."""
         if self.added is None:
             return
         piece = self._piece(first_row, first_item)
         own = slice(self.bounds[piece], self.bounds[piece + 1])
         position, item = self.added[:, own]
-        self.grad[own] = odds[position - first_row, item - first_item] * share[position - first_row, 0]
+        self.shares[own] = odds[position - first_row, item - first_item] / total[position - first_row, 0]
 
-    def shares(self, at_target: Tensor, N: int, shares: Tensor | None) -> Tensor:
+    def gradient(self, at_target: Tensor, N: int, shares: Tensor | None) -> Tensor:
         """(c), in the order in which the pairs were given; ``at_target`` (A,) whether a pair's item is the target."""
-        grad = self.grad if self.order is None else torch.empty_like(self.grad).index_copy_(0, self.order, self.grad)
-        hits = at_target.to(grad.dtype)
-        return grad - (hits / N if shares is None else hits * shares[self.position, 0])
+        given = (
+            self.shares if self.order is None else torch.empty_like(self.shares).index_copy_(0, self.order, self.shares)
+        )
+        grad = given - at_target.to(given.dtype)
+        return grad / N if shares is None else grad * shares[self.position, 0]
+
+
+class Added(NamedTuple):
+    """What is added in a block of positions, in their order."""
+
+    first: int  # position of the block
+    position: Tensor  # (A,)
+    item: Tensor  # (A,)
+    values: Tensor  # (A,)
+    share: Tensor  # (A,) that each gets of its position's sum: to be written
 
 
 def _exponential_sums(states: Tensor, weight: Tensor, pairs: _Pairs, *, bounded: bool) -> tuple[Tensor, Tensor | None]:
@@ -342,7 +372,7 @@ def _gradients(
             if shift is not None:
                 logits -= shift[rows]
             odds, _, _ = exponentials(logits, shifted=False)
-            pairs.keep(odds, share[rows], rows.start, items.start)
+            pairs.keep(odds, total[rows], rows.start, items.start)
             add_product(d_states[rows], odds, columns)
             add_product(d_columns, scaled[rows].T, odds.T)
         d_weight[items] = d_columns.T
@@ -353,30 +383,58 @@ def _pieces(num: int, size: int) -> list[slice]:
     return [slice(first, min(first + size, num)) for first in range(0, num, size)]
 
 
-def exponentials(logits: Tensor, *, shifted: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """exp(l - m) written over l, (N, V), its sums and m, (N, 1) each; m is the row maximum, or None for 0."""
-    odds, total, shift = choose("auto", EXPONENTIALS, logits)(logits, shifted)
+def exponentials(logits: Tensor, *, shifted: bool, added: Added | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """exp(l - m) written over l, (N, V), its sums and m, (N, 1) each; m is the row maximum, or None for 0.
+
+    What is ``added`` is added to l before.
+    """
+    odds, total, shift = choose("auto", EXPONENTIALS, logits, added=added)(logits, shifted, added)
     return odds, total, shift
 
 
-def _exponentials_ref(logits: Tensor, shifted: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def _exponentials_ref(
+    logits: Tensor, shifted: bool, added: Added | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    if added is not None:
+        row = added.position - added.first
+        logits.index_put_((row, added.item), added.values, accumulate=True)
     shift = logits.amax(dim=1, keepdim=True) if shifted else None
     odds = (logits if shift is None else logits.sub_(shift)).exp_()
-    return odds, odds.sum(dim=1, keepdim=True), shift
+    total = odds.sum(dim=1, keepdim=True)
+    if added is not None:
+        added.share.copy_(odds[row, added.item] / total[row, 0])
+    return odds, total, shift
 
 
-def _exponentials_in_c(logits: Tensor, shifted: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+class _PairsInC(Structure):
+    """``pairs`` of ``kernel.c``."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("count", "first")),
+        *((name, c_void_p) for name in ("position", "item", "added", "share")),
+    ]
+
+
+def _exponentials_in_c(
+    logits: Tensor, shifted: bool, added: Added | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     N, V = logits.shape
     total = logits.new_empty(N, 1)
     shift = logits.new_empty(N, 1) if shifted else None
     sizes = (c_int64(n) for n in (N, V, logits.stride(0)))
-    c_library.library().exponential_sums(*sizes, *c_library.pointers(logits, shift, total))
+    pairs = None
+    if added is not None:
+        first, *tensors = added
+        pairs = byref(_PairsInC(len(added.item), first, *map(c_library.pointer, tensors)))
+    c_library.library().exponential_sums(*sizes, *c_library.pointers(logits, shift, total), pairs)
     return logits, total, shift
 
 
-def _decline_c(logits: Tensor) -> str | None:
+def _decline_c(logits: Tensor, added: Added | None = None) -> str | None:
     if logits.dtype != torch.float32 or logits.stride(1) != 1 or logits.shape[1] == 0:
         return "needs rows of float32"
+    if added is not None and (added.item.dtype, added.values.dtype) != (torch.int64, torch.float32):
+        return "needs pairs of int64 and float32"
     return c_library.missing()
 
 
