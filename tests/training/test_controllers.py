@@ -162,6 +162,18 @@ def test_swa_averages_the_late_epochs_that_gained_enough():
     assert SelectiveSwa(SwaConfig()).final_weights(model) is None
 
 
+def test_swa_with_a_zone_averages_epochs_whose_loss_fell_enough_within_it():
+    model = torch.nn.Linear(1, 1, bias=False)
+    swa = SelectiveSwa(SwaConfig(start=0.0, gain=0.1, value=VALIDATION_LOSS, zone=5.0))
+    assert swa.needs_validation_loss and not SelectiveSwa(SwaConfig()).needs_validation_loss
+    for epoch, loss in enumerate((8.0, 6.0, 5.0, 4.9, 4.0, 4.5, 4.0), start=1):
+        model.weight.data.fill_(float(epoch))
+        swa.on_epoch_end(moment(model, epoch=epoch), {VALIDATION_LOSS: loss})
+    # losses of at most 5 that fell by 10 % or more: epochs 3 (6 to 5), 5 (4.9 to 4) and 7 (4.5 to 4)
+    with swa.final_weights(model):
+        assert model.weight.item() == pytest.approx((3 + 5 + 7) / 3)
+
+
 def test_replaced_weights_are_put_back_after_an_error():
     model = torch.nn.Linear(1, 1)
     before = model.weight.item()

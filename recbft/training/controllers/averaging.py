@@ -1,11 +1,12 @@
 """Averages of weights: exponential over steps, or plain over the epochs that gained enough.
 
     ema    w' = d w' + (1 - d) w  after every step, d = min(decay, (1 + n) / (10 + n)), n steps before it      (10.6)
-    swa    w' = mean of w after the epochs e > start E with  v_e - v_{e-1} >= gain |v_{e-1}|                  (10.7)
+    swa    w' = mean of w after the epochs e > start E with  v_e - v_{e-1} >= gain |v_{e-1}|,  L_e <= zone    (10.7)
 
-v is a validation value that should rise, read after each validated epoch. Parameters are averaged; buffers (running
-means, counters) are taken as they are. (10.6) begins with the weights after the first step. Its average is
-validated and kept. (10.7) is offered once, after the last epoch, and kept if it is better than the best epoch.
+v is a validation value that should rise, or -L, read after each validated epoch; L is the validation loss, any of which
+will do without a zone. Parameters are averaged; buffers (running means, counters) are taken as they are. (10.6) begins
+with the weights after the first step. Its average is validated and kept. (10.7) is offered once, after the last epoch,
+and kept if it is better than the best epoch.
 
 Source: Izmailov et al. (2018); Fuzzy-Gated Training for Transformers, section 4.
 """
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from recbft.config.fields import check_range
 from recbft.errors import UserError
 from recbft.evaluation.metrics import METRIC
-from recbft.training.controllers.hooks import Moment
+from recbft.training.controllers.hooks import VALIDATION_LOSS, Moment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +44,17 @@ class SwaConfig:
 
     start: float = 0.5  # share of the epochs after which averaging may begin
     gain: float = 0.002  # least relative gain of an epoch over the validation before it
-    value: str = "valid_ndcg@10"  # what should rise: a validation metric by its column of history.csv
+    # what should rise, a validation metric by its column of history.csv; or valid_cross_entropy, which should fall
+    value: str = "valid_ndcg@10"
+    zone: float | None = None  # the largest valid_cross_entropy of an epoch that is averaged; None means any
 
     def __post_init__(self) -> None:
         check_range("start", self.start, at_least=0, below=1)
         check_range("gain", self.gain, at_least=0)
-        if not re.fullmatch(rf"valid_({METRIC})", self.value):
+        check_range("zone", self.zone, above=0)
+        if not re.fullmatch(rf"valid_({METRIC})|{VALIDATION_LOSS}", self.value):
             raise UserError(
-                f"value is {self.value!r}; give valid_hr@K, valid_ndcg@K, valid_mrr@K or valid_mrr, "
+                f"value is {self.value!r}; give valid_hr@K, valid_ndcg@K, valid_mrr@K, valid_mrr or {VALIDATION_LOSS}, "
                 "such as 'valid_ndcg@10'"
             )
 
@@ -85,6 +89,7 @@ class SelectiveSwa:
 
     def __init__(self, config: SwaConfig) -> None:
         self.config, self.epochs = config, 0
+        self.needs_validation_loss = config.zone is not None or config.value == VALIDATION_LOSS
         self.previous: float | None = None
         self.mean: dict[str, Tensor] = {}
 
@@ -93,9 +98,11 @@ class SelectiveSwa:
         value = row.get(self.config.value)
         if value is None:  # the epoch was not validated
             return
+        value = -value if self.config.value == VALIDATION_LOSS else value
         previous, self.previous = self.previous, value
         late = moment.epoch > self.config.start * moment.total_epochs
-        if not late or previous is None or value - previous < self.config.gain * abs(previous):
+        useful = self.config.zone is None or row[VALIDATION_LOSS] <= self.config.zone
+        if not (late and useful) or previous is None or value - previous < self.config.gain * abs(previous):
             return
         self.epochs += 1
         take_in(self.mean, moment.model, 1 / self.epochs)
