@@ -31,7 +31,8 @@ from torch import Tensor
 from benchmarks import machine
 from benchmarks.command import finish, parse, parse_shares, parser, recorded
 from benchmarks.language.llama2c import load_llama2c
-from benchmarks.language.model import Focal, Windows
+from benchmarks.language.model import Focal
+from benchmarks.language.text import Windows
 from benchmarks.mechanisms.mqar import warmed
 from recbft.errors import RunError, UserError, did_you_mean
 from recbft.experiments.lists import parse_seeds, split_list

@@ -4,7 +4,8 @@ The model is ``sasrec`` with all of its arms, mixers and its precision channel: 
 every token, learned positions or those of the mixer. Its item counts are the tokens' counts in the training text, from
 which precision starts.
 
-    focal   equation (6.20) of ``recbft.models.losses`` in place of -log p
+    focal      equation (6.20) of ``recbft.models.losses`` in place of -log p
+    held out   the end of the training text, whose loss after each epoch is what controllers look at
 
 Source: Precision Tracked Transformer (arXiv 2605.18832), section 5.3.
 Shapes: B windows, T tokens, V vocabulary.
@@ -12,8 +13,9 @@ Shapes: B windows, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,16 +23,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.language.text import Corpus
+from benchmarks.language.text import Corpus, Windows
 from benchmarks.mechanisms.mqar import warmed
 from recbft.config.fields import from_dict
 from recbft.datasets.batches import Batch
 from recbft.errors import RunError, UserError
+from recbft.evaluation.views import evaluation_mode
 from recbft.mixers import MIXERS, MixerOptions, SoftmaxAttention
 from recbft.mixers.boosted import MlpGate
 from recbft.models import MODELS, CoreConfig
+from recbft.models.feed_forward import FuzzyMoEConfig
 from recbft.models.losses import focal_losses
 from recbft.models.sasrec import SASRecConfig
+from recbft.training.controllers import VALIDATION_LOSS, ControllersConfig, Moment, make_controllers
 from recbft.training.optimiser import clip_gradients, parameter_groups, warmup_ramp
 from recbft.training.run_config import TrainingConfig
 
@@ -73,40 +78,14 @@ class Arm:
     wider: float = 1.0  # times the width, rounded to whole heads of an even width
     replaced: float = 0.0  # share of the training targets that are another token of the text
     focal: bool = False
+    moe: Mapping[str, Any] = field(default_factory=dict)  # experts in the place of the feed-forward network
+    controllers: Mapping[str, Any] = field(default_factory=dict)  # what steers training, by the held-out loss
+    held_out: float = 0.0  # share of the training text that is not trained on
 
     @property
     def any_length(self) -> bool:
         """Whether it can read more than the trained length."""
         return not self.positions and "length" not in MIXERS[self.mixer].hears
-
-
-class Windows:
-    """Windows of a text, and their targets, of which a share may be wrong.
-
-    The targets that are wrong at one share are wrong at every larger one, and wrong in the same way.
-    """
-
-    def __init__(self, tokens: Tensor, length: int, *, replaced: float = 0.0) -> None:
-        generator = torch.Generator().manual_seed(0)  # of the text, not of the training
-        chance, other = torch.rand(len(tokens), generator=generator), torch.randperm(len(tokens), generator=generator)
-        self.tokens, self.length = tokens, length
-        self.targets = torch.where(chance < replaced, tokens[other], tokens)
-
-    def batches(self, batch_size: int, *, start: int = 0, order: torch.Generator | None = None) -> Iterator[Batch]:
-        """Windows side by side from token ``start`` on, in the text's order unless given another."""
-        number = (len(self.tokens) - 1 - start) // self.length
-        chosen = torch.arange(number) if order is None else torch.randperm(number, generator=order)
-        for some in chosen.split(batch_size):
-            place = start + some[:, None] * self.length + torch.arange(self.length)
-            B, T = place.shape
-            yield Batch(
-                items=self.tokens[place],
-                segment=torch.arange(B)[:, None].expand(B, T).contiguous(),
-                position=torch.arange(T).expand(B, T).contiguous(),
-                time=None,
-                target=self.targets[place + 1],
-                last=torch.arange(B) * T + T - 1,
-            )
 
 
 class Focal(nn.Module):
@@ -138,30 +117,39 @@ def make_model(arm: Arm, size: Size, corpus: Corpus, seed: int) -> Any:
     options = None if spec.options is MixerOptions else from_dict(spec.options, arm.mixing, "mixing")
     counts = torch.bincount(corpus.train, minlength=corpus.vocabulary + 1)
     core = CoreConfig() if arm.precision else None
-    return MODELS["sasrec"].make(config, core, counts, seed=seed, mixer=arm.mixer, mixing=options)
+    moe = from_dict(FuzzyMoEConfig, arm.moe, "moe")
+    return MODELS["sasrec"].make(config, core, counts, seed=seed, mixer=arm.mixer, mixing=options, moe=moe)
 
 
 def train(arm: Arm, size: Size, corpus: Corpus, seed: int, device: torch.device) -> tuple[Any, float]:
-    """The trained model in evaluation mode, and its mean loss over the last epoch."""
-    windows = Windows(corpus.train, size.length, replaced=arm.replaced)
-    if len(corpus.train) < 2 * size.length:
+    """The trained model in evaluation mode, and its mean loss over the last epoch.
+
+    Its weights are those of the last epoch, or the mean that ``controllers.swa`` has made where its held-out loss is
+    lower.
+    """
+    cut = len(corpus.train) - round(len(corpus.train) * arm.held_out)
+    windows = Windows(corpus.train[:cut], size.length, replaced=arm.replaced)
+    held_out = Windows(corpus.train[cut:], size.length)
+    if cut < 2 * size.length or (arm.held_out and len(held_out.tokens) <= size.length):
         raise UserError(
             f"the training text of {corpus.name} has {len(corpus.train):,} tokens, less than two windows of "
-            f"{size.length}; take a longer text or a smaller --size"
+            f"{size.length}{' and one that is held out' if arm.held_out else ''}; take a longer text or a smaller "
+            "--size"
         )
     torch.manual_seed(seed)
     model = make_model(arm, size, corpus, seed).to(device).train()
+    controllers = make_controllers(from_dict(ControllersConfig, arm.controllers, "controllers"), model, seed=seed)
     focal = Focal().to(device) if arm.focal else None
     groups = parameter_groups(model, replace(OPTIMISER, learning_rate=size.learning_rate))
     if focal is not None:
         groups.append({"params": list(focal.parameters()), "weight_decay": 0.0})
     optimiser = torch.optim.AdamW(groups, lr=size.learning_rate)
-    steps = size.epochs * -(-(len(corpus.train) - size.length) // size.length // size.batch_size)
+    steps = size.epochs * -(-(cut - size.length) // size.length // size.batch_size)
     rate = torch.optim.lr_scheduler.LambdaLR(
         optimiser, lambda step: warmed(step, max(1, round(size.warmup * steps)), max(steps, step + 1))
     )
     order, step, mean = torch.Generator().manual_seed(seed), 0, math.nan
-    for _ in range(size.epochs):
+    for epoch in range(1, size.epochs + 1):
         model.refresh()
         losses = []
         first = int(torch.randint(size.length, (), generator=order))
@@ -179,8 +167,35 @@ def train(arm: Arm, size: Size, corpus: Corpus, seed: int, device: torch.device)
             step += 1
             losses.append(loss.detach())
         mean = float(torch.stack(losses).mean())
+        if arm.controllers:
+            # As it was validated: the guardian moves the model when an epoch has ended.
+            last = copy.deepcopy(model.state_dict())
+            value = mean_loss(model, held_out, size.batch_size, device)
+            counts = {"epoch": epoch, "step": step, "total_epochs": size.epochs, "total_steps": steps}
+            moment = Moment(model=model, optimizer=optimiser, **counts)
+            controllers.on_epoch_end(moment, {VALIDATION_LOSS: value})
+    if arm.controllers:
+        model.load_state_dict(last)
+        if (offered := controllers.final_weights(model)) is not None:
+            with offered:
+                averaged, weights = (
+                    mean_loss(model, held_out, size.batch_size, device),
+                    copy.deepcopy(model.state_dict()),
+                )
+            if averaged < value:
+                model.load_state_dict(weights)
+            print(f"held-out loss {value:.4f} after the last epoch, {averaged:.4f} with averaged weights")
     model.refresh()
     return model.eval(), mean
+
+
+@torch.no_grad()
+def mean_loss(model: Any, windows: Windows, batch_size: int, device: torch.device) -> float:
+    """Mean of -log p over the tokens of whole windows, without dropout."""
+    model.refresh()
+    with evaluation_mode(model):
+        parts = [token_losses(model, batch.to(device)).double() for batch in windows.batches(batch_size)]
+    return float(torch.cat(parts).mean())
 
 
 def token_losses(model: Any, batch: Batch) -> Tensor:
@@ -209,8 +224,7 @@ def perplexities(model: Any, arm: Arm, size: Size, corpus: Corpus, device: torch
     num_bytes = int(corpus.num_bytes[tokens[1:]].sum())
     for length in lengths:
         batch_size = max(1, size.batch_size * size.length // length)
-        batches = Windows(tokens, length).batches(batch_size)
-        total = sum(float(token_losses(model, batch.to(device)).double().sum()) for batch in batches)
+        total = scored * mean_loss(model, Windows(tokens, length), batch_size, device)
         found[length] = {"perplexity": math.exp(total / scored), "bits_per_byte": total / math.log(2) / num_bytes}
     return found
 

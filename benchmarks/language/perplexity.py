@@ -7,7 +7,8 @@ python -m benchmarks.language.perplexity --table length --size full --data-root 
     length     positional schemes, robust filter attention and its ablations, at 1, 2, 4 and 8 times the trained length
     damping    sc_rfa by its damping b
     families   the memories: Bayesian layer, delta rules, additive rules
-    fuzzy      the fuzzy prior of regimes, with interval memberships and without its gates
+    fuzzy      the fuzzy prior of regimes, with interval memberships, without its gates, and with Guardian, selective
+               averaging of weights and experts; all arms hold a tenth of the training text out, which these two look at
     noise      precision, recency decay alone and focal loss, with 0 to 40 % of the training targets replaced
 
 Models are made of recbft's blocks (``benchmarks.language.model``). A line of the file is a model, a seed and a length;
@@ -37,12 +38,18 @@ from recbft.experiments.lists import parse_seeds, split_list
 from recbft.mixers.memory_family import DESIGN_MODELS
 from recbft.reporting.tables import text_table
 from recbft.system.files import write_atomic
+from recbft.training.controllers import VALIDATION_LOSS
 from recbft.training.process_settings import chosen_device
 from recbft.training.run_config import TrainingConfig
 
 NAME = "language.perplexity"
 # Width at which standard attention has the parameters of two rounds (288 for 256 in the paper).
 WIDER = 1.125
+# Loss of the paper's zone, in nats per token: its vocabulary has 50,257, and a smaller one reaches the zone earlier.
+ZONE = 5.9
+GUARDIAN = {"guardian": {"zone": ZONE}}
+AVERAGED = {"swa": {"value": VALIDATION_LOSS, "zone": ZONE}}
+EXPERTS = {"experts": 4}
 SHARES = (0.0, 0.1, 0.2, 0.4)
 
 
@@ -74,10 +81,17 @@ TABLES: dict[str, dict[str, Arm]] = {
         **{name: Arm(mixer=name, positions=False) for name in ("bayesian", *DESIGN_MODELS)},
     },
     "fuzzy": {
-        "standard": Arm(),
-        "regime": Arm(mixer="regime"),
-        "regime, type 2": Arm(mixer="regime", mixing={"type2": True}),
-        "regime, no gates": Arm(mixer="regime", mixing={"residual_gate": False, "value_gate": False}),
+        name: replace(arm, held_out=0.1)
+        for name, arm in {
+            "standard": Arm(),
+            "regime": Arm(mixer="regime"),
+            "regime, type 2": Arm(mixer="regime", mixing={"type2": True}),
+            "regime, no gates": Arm(mixer="regime", mixing={"residual_gate": False, "value_gate": False}),
+            "regime, guardian": Arm(mixer="regime", controllers=GUARDIAN),
+            "regime, averaged": Arm(mixer="regime", controllers=AVERAGED),
+            "regime, experts": Arm(mixer="regime", moe=EXPERTS),
+            "regime, all": Arm(mixer="regime", controllers=GUARDIAN | AVERAGED, moe=EXPERTS),
+        }.items()
     },
     "noise": {
         f"{name} {share:.0%}": replace(arm, replaced=share)

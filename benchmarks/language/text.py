@@ -3,18 +3,20 @@
 The training parts of WikiText-2 and Penn Treebank are not at hand, so their validation text trains and their test text
 tests; of tiny Shakespeare the last tenth tests. ``<unk>`` in a text is one token.
 
-Shapes: N tokens, V vocabulary.
+Shapes: N tokens, V vocabulary, B windows, T tokens of each.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from recbft.datasets.batches import Batch
 from recbft.errors import UserError, did_you_mean
 
 UNKNOWN = "<unk>"
@@ -51,6 +53,35 @@ class Corpus:
     def hash(self) -> str:
         """SHA-256 of both parts as tokens."""
         return hashlib.sha256(torch.cat([self.train, -self.train.new_ones(1), self.test]).numpy().tobytes()).hexdigest()
+
+
+class Windows:
+    """Windows of a text, and their targets, of which a share may be wrong.
+
+    The targets that are wrong at one share are wrong at every larger one, and wrong in the same way.
+    """
+
+    def __init__(self, tokens: Tensor, length: int, *, replaced: float = 0.0) -> None:
+        generator = torch.Generator().manual_seed(0)  # of the text, not of the training
+        chance, other = torch.rand(len(tokens), generator=generator), torch.randperm(len(tokens), generator=generator)
+        self.tokens, self.length = tokens, length
+        self.targets = torch.where(chance < replaced, tokens[other], tokens)
+
+    def batches(self, batch_size: int, *, start: int = 0, order: torch.Generator | None = None) -> Iterator[Batch]:
+        """Windows side by side from token ``start`` on, in the text's order unless given another."""
+        number = (len(self.tokens) - 1 - start) // self.length
+        chosen = torch.arange(number) if order is None else torch.randperm(number, generator=order)
+        for some in chosen.split(batch_size):
+            place = start + some[:, None] * self.length + torch.arange(self.length)
+            B, T = place.shape
+            yield Batch(
+                items=self.tokens[place],
+                segment=torch.arange(B)[:, None].expand(B, T).contiguous(),
+                position=torch.arange(T).expand(B, T).contiguous(),
+                time=None,
+                target=self.targets[place + 1],
+                last=torch.arange(B) * T + T - 1,
+            )
 
 
 def load_corpus(name: str, root: Path, *, vocabulary: int) -> Corpus:

@@ -13,9 +13,12 @@ import pytest
 import torch
 
 from benchmarks.language import finetune, llama2c, perplexity
-from benchmarks.language.model import Arm, Focal, Size, Windows, inside, make_model, perplexities, token_losses, train
-from benchmarks.language.text import SOURCES, by_characters, by_pairs, load_corpus, read_text
+from benchmarks.language.model import Arm, Focal, Size, inside, make_model, mean_loss, perplexities, token_losses, train
+from benchmarks.language.text import SOURCES, Windows, by_characters, by_pairs, load_corpus, read_text
 from recbft.errors import UserError
+from recbft.training.controllers import VALIDATION_LOSS
+from recbft.training.controllers.averaging import SelectiveSwa, replaced
+from recbft.training.controllers.guardian import Guardian
 
 TINY = Size(vocabulary=300, width=16, layers=2, heads=4, length=8, batch_size=4, epochs=1, learning_rate=1e-2)
 TEXT = "the cat sat on the mat and the dog sat on the log ; " * 12
@@ -146,13 +149,42 @@ def test_focal_loss_is_equation_16_and_cross_entropy_without_an_exponent():
 
 @pytest.mark.parametrize("table", perplexity.TABLES)
 def test_every_arm_of_a_table_trains_and_is_scored(table, corpus):
-    scored, size = replace(corpus, train=corpus.train[:40]), replace(TINY, layers=1)
+    scored, size = replace(corpus, train=corpus.train[:90]), replace(TINY, layers=1)
     arms = {repr(replace(arm, replaced=0.0)): arm for arm in perplexity.TABLES[table].values()}
     for arm in arms.values():
         model, loss = train(arm, size, scored, 0, CPU)
         found = perplexities(model, arm, size, scored, CPU)
         assert math.isfinite(loss) and all(math.isfinite(one["perplexity"]) for one in found.values())
         assert len(found) == (4 if arm.any_length else 1)
+
+
+def test_what_controllers_leave_is_the_model_as_it_was_validated(corpus, monkeypatch):
+    heard = []
+
+    def spoil(_, moment, row):
+        heard.append((moment.step, moment.total_steps, row[VALIDATION_LOSS]))
+        with torch.no_grad():
+            moment.model.item_embedding.weight.zero_()
+
+    monkeypatch.setattr(Guardian, "on_epoch_end", spoil)
+    arm = Arm(mixer="regime", controllers={"guardian": {}}, held_out=0.2)
+    model, _ = train(arm, replace(TINY, layers=1), corpus, 0, CPU)
+    held_out = corpus.train[-round(0.2 * len(corpus.train)) :]
+    assert heard == [(16, 16, pytest.approx(mean_loss(model, Windows(held_out, 8), 4, CPU)))]
+    with pytest.raises(UserError, match=r"less than two windows of 8 and one that is held out"):
+        train(arm, TINY, replace(corpus, train=corpus.train[:40]), 0, CPU)
+
+
+@pytest.mark.parametrize("better", [True, False])
+def test_averaged_weights_are_kept_where_their_held_out_loss_is_lower(better, corpus, monkeypatch, capsys):
+    arm = Arm(mixer="regime", controllers={"swa": {"value": VALIDATION_LOSS}}, held_out=0.2)
+    size, short = replace(TINY, layers=1), replace(corpus, train=corpus.train[:300])
+    trained, _ = train(replace(arm, controllers={}), replace(size, epochs=3), short, 0, CPU)
+    offered = {name: value.detach() if better else 0 * value.detach() for name, value in trained.named_parameters()}
+    monkeypatch.setattr(SelectiveSwa, "final_weights", lambda _, model: replaced(model, offered))
+    model, _ = train(arm, size, short, 0, CPU)
+    assert torch.equal(model.item_embedding.weight, trained.item_embedding.weight) == better
+    assert "with averaged weights" in capsys.readouterr().out
 
 
 def test_the_wider_control_has_the_parameters_of_two_rounds(corpus):
