@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.language.needle import needles_of, plant
 from benchmarks.language.text import Corpus, Windows
 from benchmarks.mechanisms.mqar import warmed
 from recbft.config.fields import from_dict
@@ -81,6 +82,7 @@ class Arm:
     moe: Mapping[str, Any] = field(default_factory=dict)  # experts in the place of the feed-forward network
     controllers: Mapping[str, Any] = field(default_factory=dict)  # what steers training, by the held-out loss
     held_out: float = 0.0  # share of the training text that is not trained on
+    needles: float = 0.0  # share of the training windows with pairs that are asked for, of ``language.needle``
 
     @property
     def any_length(self) -> bool:
@@ -144,7 +146,7 @@ def train(arm: Arm, size: Size, corpus: Corpus, seed: int, device: torch.device)
     if focal is not None:
         groups.append({"params": list(focal.parameters()), "weight_decay": 0.0})
     optimiser = torch.optim.AdamW(groups, lr=size.learning_rate)
-    steps = size.epochs * -(-(cut - size.length) // size.length // size.batch_size)
+    steps = size.epochs * num_batches(windows, size)
     rate = torch.optim.lr_scheduler.LambdaLR(
         optimiser, lambda step: warmed(step, max(1, round(size.warmup * steps)), max(steps, step + 1))
     )
@@ -152,8 +154,7 @@ def train(arm: Arm, size: Size, corpus: Corpus, seed: int, device: torch.device)
     for epoch in range(1, size.epochs + 1):
         model.refresh()
         losses = []
-        first = int(torch.randint(size.length, (), generator=order))
-        for batch in windows.batches(size.batch_size, start=first, order=order):
+        for batch in epoch_batches(arm, windows, size, corpus, order):
             model.set_ramp(warmup_ramp(step, OPTIMISER.warmup_steps))
             here = batch.to(device)
             loss = model.loss(here) if focal is None else focal(token_losses(model, here))
@@ -189,6 +190,18 @@ def train(arm: Arm, size: Size, corpus: Corpus, seed: int, device: torch.device)
     return model.eval(), mean
 
 
+def epoch_batches(arm: Arm, windows: Windows, size: Size, corpus: Corpus, order: torch.Generator) -> Iterator[Batch]:
+    """The batches of one epoch, on the CPU: windows in any order, from a place that differs from epoch to epoch."""
+    first, needles = int(torch.randint(size.length, (), generator=order)), needles_of(corpus)
+    for batch in windows.batches(size.batch_size, start=first, order=order):
+        yield plant(batch, needles, order, share=arm.needles)[0] if arm.needles else batch
+
+
+def num_batches(windows: Windows, size: Size) -> int:
+    """Of an epoch."""
+    return -(-(len(windows.tokens) - size.length) // size.length // size.batch_size)
+
+
 @torch.no_grad()
 def mean_loss(model: Any, windows: Windows, batch_size: int, device: torch.device) -> float:
     """Mean of -log p over the tokens of whole windows, without dropout."""
@@ -198,12 +211,18 @@ def mean_loss(model: Any, windows: Windows, batch_size: int, device: torch.devic
     return float(torch.cat(parts).mean())
 
 
-def token_losses(model: Any, batch: Batch) -> Tensor:
-    """-log p of every target, (B T,)."""
+def logits_of(model: Any, batch: Batch) -> Tensor:
+    """Scores of all tokens at every place, (B T, V)."""
     states = model.encode(batch).mean.flatten(0, 1)
     weight, bias = model.item_table()
-    assert bias is None and batch.target is not None
-    return F.cross_entropy(states @ weight[1:].T, batch.target.flatten() - 1, reduction="none")
+    assert bias is None
+    return states @ weight[1:].T
+
+
+def token_losses(model: Any, batch: Batch) -> Tensor:
+    """-log p of every target, (B T,)."""
+    assert batch.target is not None
+    return F.cross_entropy(logits_of(model, batch), batch.target.flatten() - 1, reduction="none")
 
 
 @torch.no_grad()

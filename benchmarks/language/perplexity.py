@@ -8,7 +8,7 @@ python -m benchmarks.language.perplexity --table length --size full --data-root 
     damping    sc_rfa by its damping b
     families   the memories: Bayesian layer, delta rules, additive rules
     fuzzy      the fuzzy prior of regimes, with interval memberships, without its gates, and with Guardian, selective
-               averaging of weights and experts; all arms hold a tenth of the training text out, which these two look at
+               averaging of weights, and experts; all arms hold a tenth of the training text out, for those that steer
     noise      precision, recency decay alone and focal loss, with 0 to 40 % of the training targets replaced
 
 Models are made of recbft's blocks (``benchmarks.language.model``). A line of the file is a model, a seed and a length;
