@@ -87,8 +87,8 @@ def test_the_page_opens_with_the_answer_and_its_words_and_has_every_section(page
     assert [section.name for section in report.sections] == SECTIONS and all(
         f'id="{name}"' in main for name in SECTIONS
     )
-    # differences, seeds, three of strata, two of mechanism, two of uncertainty, training
-    assert main.count("<svg") == 10 and "has no plots" not in header
+    # differences, seeds, three of strata, three of mechanism, two of uncertainty, training
+    assert main.count("<svg") == 11 and "has no plots" not in header
 
 
 def test_two_reports_are_the_same_bytes(comparison, page, tmp_path):
