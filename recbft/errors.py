@@ -104,8 +104,10 @@ def did_you_mean(
 
     >>> did_you_mean("User_ID", ["item_id", "user_id"]), did_you_mean("rating", ["item_id", "user_id"])
     ("did you mean 'user_id'?", 'choose one of item_id, user_id')
+    >>> did_you_mean("stars", ["rating", "", ""])
+    'choose one of rating'
     """
-    choices = list(choices)
+    choices = [choice for choice in choices if choice.strip()]  # a file's header may end in separators
     if not choices:
         return "there is none here; leave it out"
     if (near := closest(name, choices)) is None and listed_by is not None:
