@@ -15,14 +15,13 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.study.choose import difference, percent
-from benchmarks.study.ledger import COLUMNS, KEY, ORDER, check_alike, line, read
-from recbft.comparing.finished_runs import Run, arm_name, own_settings, read_run
+from benchmarks.study.choose import difference, interval, percent
+from benchmarks.study.ledger import KEY, arms_of, check_alike, extended, line, opened
+from recbft.comparing.finished_runs import Run, own_settings, read_run
 from recbft.config.fields import to_dict
 from recbft.datasets import Dataset
 from recbft.datasets.batches import EpochBatches
 from recbft.reporting.tables import markdown_table, p_text
-from recbft.system.files import write_atomic
 from recbft.training.one_run import begin
 from recbft.training.process_settings import run_settings
 from recbft.training.progress import Silent
@@ -74,7 +73,7 @@ class Cell:
 
 def train_missing(cells: Iterable[Cell], file: Path | None) -> pd.DataFrame:
     """The lines of all cells and of the file, to which each that was missing is added as it is done."""
-    lines = pd.DataFrame(columns=COLUMNS) if file is None or not file.exists() else read(file)
+    lines = opened(file)
     known = {tuple(row[name] for name in KEY) for row in lines.to_dict("records")}
     for cell in cells:
         key, label = tuple(cell.key.values()), f"{cell.dataset.name}, {cell.config.arm}, seed {cell.config.seed}"
@@ -83,10 +82,8 @@ def train_missing(cells: Iterable[Cell], file: Path | None) -> pd.DataFrame:
             continue
         found = cell.figures()
         known.add(key)
-        lines = pd.DataFrame([*lines.to_dict("records"), found], columns=COLUMNS).sort_values(KEY, kind="stable")
+        lines = extended(lines, [found], file)
         print(f"{label}: {found[NDCG]:.4f}", flush=True)
-        if file is not None:
-            write_atomic(file, lines.to_csv(index=False, lineterminator="\n").encode())
     return lines
 
 
@@ -99,7 +96,7 @@ def table(lines: pd.DataFrame, kind: str, baseline: str = BASELINE) -> str:
     groups, others = {}, {}
     for (model, data, level), own in kept.groupby(["model", "data", "level"]):
         check_alike(own, f"{data} with {kind} {level} ({model})")
-        arms = _arms(own)
+        arms = arms_of(own, told=[DECAY])[1]
         groups[str(model), str(data), str(level)] = arms
         others |= dict.fromkeys(arms)
     rows = []
@@ -113,26 +110,13 @@ def table(lines: pd.DataFrame, kind: str, baseline: str = BASELINE) -> str:
     return markdown_table(head, rows)
 
 
-def _arms(lines: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """The lines of each arm by name and seed; of settings that all share the recency decay alone is named."""
-    groups = [(str(arm), json.loads(text), own) for (arm, text), own in lines.groupby(["arm", "settings"])]
-    first = groups[0][1].items()
-    shared = {key for key, value in first if all(own.get(key) == value for _, own, _ in groups)} - {DECAY}
-    named = {}
-    for arm, settings, own in sorted(groups, key=lambda one: (ORDER.index(one[0]), len(one[1]))):
-        name = arm_name(arm, {key: value for key, value in settings.items() if key not in shared})
-        named[name] = own.set_index("seed")
-    return named
-
-
 def _lead(own: pd.DataFrame | None, base: pd.DataFrame) -> str:
     lead = None if own is None else difference(own[NDCG].to_dict(), base[NDCG].to_dict())
     if lead is None:  # fewer than two seeds of both
         return "" if own is None else f"{own[NDCG].mean():.4f}"
     if not lead.mean_baseline:
         return f"{lead.difference:+.4f}, p {p_text(lead.p_t)}"
-    low, high = (f"{100 * end / lead.mean_baseline:+.1f}" for end in lead.interval)
-    return f"{percent(lead)} ({low} to {high}), p {p_text(lead.p_t)}"
+    return f"{percent(lead)} ({interval(lead)}), p {p_text(lead.p_t)}"
 
 
 def _order(group: tuple[Sequence[str], Any]) -> tuple[str, str, float, str]:

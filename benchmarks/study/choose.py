@@ -89,6 +89,12 @@ def percent(found: SeedComparison) -> str:
     return "" if found.relative is None else f"{100 * found.relative:+.1f} %"
 
 
+def interval(found: SeedComparison) -> str:
+    """The 95 % interval of a difference in percent of the baseline, which is not 0."""
+    low, high = (f"{100 * end / found.mean_baseline:+.1f}" for end in found.interval)
+    return f"{low} to {high}"
+
+
 def relative_and_p(found: SeedComparison) -> str:
     """A difference relative to the baseline, where there is such a number, and the p of the paired t-test."""
     return ", ".join(part for part in (percent(found), f"p {found.p_t:.3f}") if part)

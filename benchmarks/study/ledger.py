@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
 def add(places: Sequence[str], file: Path) -> int:
     """Write the runs of these folders into the file; what it has already stays."""
     found = [line(read_run(path)) for place in places for path in _runs_of(Path(place))]
-    kept = read(file) if file.exists() else pd.DataFrame(columns=COLUMNS)
+    kept = opened(file)
     known = {_key(row): row for row in kept.to_dict("records")}
     new = []
     for row in found:
@@ -72,8 +72,7 @@ def add(places: Sequence[str], file: Path) -> int:
                 f"{file} has seed {row['seed']} of {row['arm']} on {row['dataset']} with other figures (made on "
                 f"{there['processor']}, {there['date']}); a seed counts once: take another, or delete that line first"
             )
-    table = pd.DataFrame([*kept.to_dict("records"), *new], columns=COLUMNS).sort_values(KEY, kind="stable")
-    write_atomic(file, table.to_csv(index=False, lineterminator="\n").encode())
+    table = extended(kept, new, file)
     print(f"{file}: {len(new)} runs added, {len(found) - len(new)} were there, {len(table)} in all")
     return 0
 
@@ -127,6 +126,19 @@ def read(file: Path, columns: Sequence[str] = COLUMNS) -> pd.DataFrame:
     return table
 
 
+def opened(file: Path | None, columns: Sequence[str] = COLUMNS) -> pd.DataFrame:
+    """The lines of a file that is gone on with; none where it is not there yet."""
+    return pd.DataFrame(columns=columns) if file is None or not file.exists() else read(file, columns)
+
+
+def extended(lines: pd.DataFrame, new: Sequence[Mapping[str, Any]], file: Path | None) -> pd.DataFrame:
+    """The lines with new ones in their places, also in the file."""
+    table = pd.DataFrame([*lines.to_dict("records"), *new], columns=lines.columns).sort_values(KEY, kind="stable")
+    if file is not None:
+        write_atomic(file, table.to_csv(index=False, lineterminator="\n").encode())
+    return table
+
+
 def check_alike(lines: pd.DataFrame, what: str) -> None:
     """Refuse lines that ``recbft compare`` would not compare either."""
     for column, said in SAME.items():
@@ -134,14 +146,17 @@ def check_alike(lines: pd.DataFrame, what: str) -> None:
             raise UserError(f"the ledger has {what} with {said} ({', '.join(found)}); keep one of them")
 
 
-def arms_of(table: pd.DataFrame) -> tuple[str, dict[str, pd.DataFrame]]:
-    """The settings that all arms share, and the lines of each arm by name and seed."""
+def arms_of(table: pd.DataFrame, told: Sequence[str] = ()) -> tuple[str, dict[str, pd.DataFrame]]:
+    """The settings that all arms share, and the lines of each arm by name and seed.
+
+    ``told`` are settings that names tell even where all arms share them.
+    """
     groups = sorted(table.groupby(["arm", "settings"]), key=_place)
     settings = [json.loads(own) for (_, own), _ in groups]
     common = {key: value for key, value in settings[0].items() if all(own.get(key) == value for own in settings)}
     named = {}
     for ((arm, _), lines), own in zip(groups, settings, strict=True):
-        name = arm_name(arm, {key: value for key, value in own.items() if key not in common})
+        name = arm_name(arm, {key: value for key, value in own.items() if key in told or key not in common})
         named[name] = lines.set_index("seed")
     return ", ".join(f"{key}={value}" for key, value in common.items()), named
 
@@ -149,7 +164,7 @@ def arms_of(table: pd.DataFrame) -> tuple[str, dict[str, pd.DataFrame]]:
 def _place(group: tuple[Any, pd.DataFrame]) -> tuple[int, int]:
     """Plain layers first, and of an arm the plainest."""
     (arm, settings), _ = group
-    return [*ORDER, arm].index(arm), len(settings)
+    return [*ORDER, arm].index(arm), len(json.loads(settings))
 
 
 def _runs_of(place: Path) -> list[Path]:

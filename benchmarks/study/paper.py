@@ -12,14 +12,11 @@ Source: Precision Tracked Transformer (arXiv 2605.18832), section 5.1 and append
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.command import finish, parser
-from recbft.api.compare import compare
-from recbft.config.yaml_text import parse_setting
-from recbft.experiments.lists import split_list
+from benchmarks.command import finish
+from benchmarks.study.grid import comparisons, grid_parser
 
 ARMS = "published,matched,matched+recency,bft[core.initial=hybrid]"
 CONFIGS = Path(__file__).parents[2] / "configs" / "paper"
@@ -27,42 +24,12 @@ MODELS = "sasrec,bert4rec,hstu"
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _options(arguments)
-    settings = dict(parse_setting(text) for text in options.settings)
-    if options.data_root is not None:
-        settings["data_root"] = options.data_root
-    for dataset in split_list(options.datasets):
-        for model in split_list(options.models):
-            found = compare(
-                options.arms,
-                dataset,
-                out=Path(options.out) / f"{model}-{dataset}",
-                model=model,
-                seeds=options.seeds,
-                baseline="matched",
-                jobs=options.jobs,
-                batch_seeds=options.batch_seeds,
-                config=CONFIGS / f"{model}.yaml",
-                **settings,
-            )
-            print(f"{model}, {dataset}\n\n{found}\n", flush=True)
+    options = grid_parser(
+        "study.paper", "The paper's configuration.", models=MODELS, arms=ARMS, seeds="0-19"
+    ).parse_args(arguments)
+    for one in comparisons(options, lambda model: {"baseline": "matched", "config": CONFIGS / f"{model}.yaml"}):
+        print(f"{one.model}, {one.dataset}\n\n{one.found}\n", flush=True)
     return 0
-
-
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    options = parser("study.paper", "The paper's configuration.")
-    options.add_argument("--out", required=True, metavar="DIR")
-    options.add_argument("--datasets", default="amazon-instruments", metavar="A,B,...")
-    options.add_argument("--models", default=MODELS, metavar="A,B,...")
-    options.add_argument("--arms", default=ARMS)
-    options.add_argument("--seeds", default="0-19")
-    options.add_argument("--jobs", type=int, metavar="N", help="runs trained at a time")
-    options.add_argument("--batch-seeds", type=int, default=1, metavar="N", help="seeds trained together")
-    options.add_argument("--data-root", metavar="DIR")
-    options.add_argument(
-        "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="a setting of every run"
-    )
-    return options.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -27,19 +27,16 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.command import finish, parser
+from benchmarks.command import finish
 from benchmarks.study import ledger
 from benchmarks.study.choose import difference, finished_runs, relative_and_p
-from recbft.api.compare import compare
+from benchmarks.study.grid import comparisons, grid_parser
 from recbft.comparing.finished_runs import Run, read_run
-from recbft.config.yaml_text import parse_setting
 from recbft.datasets import Dataset
 from recbft.evaluation.paired import SeedComparison
 from recbft.evaluation.uncertainty import uncertainty
 from recbft.evaluation.views import Part
-from recbft.experiments.lists import split_list
 from recbft.reporting.tables import markdown_table, p_text
-from recbft.system.files import write_atomic
 from recbft.training.bundle import load_trained
 from recbft.training.run_config import load_run_config
 
@@ -57,30 +54,15 @@ SHOWN = ("ndcg@10", "nll", "nll fitted", "ece@10 fitted", "aurc precision", "aur
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    settings = dict(parse_setting(text) for text in options.settings)
-    if options.data_root is not None:
-        settings["data_root"] = options.data_root
-    for data in split_list(options.datasets):
-        for model in split_list(options.models):
-            out = Path(options.out) / f"{model}-{data}"
-            compare(
-                options.arms,
-                data,
-                out=out,
-                model=model,
-                seeds=options.seeds,
-                jobs=options.jobs,
-                batch_seeds=options.batch_seeds,
-                **settings,
-            )
-            add(out, Path(options.file), options.data_root)
+    for one in comparisons(options):
+        add(one.out, Path(options.file), options.data_root)
     print(table(ledger.read(Path(options.file), COLUMNS), options.part))
     return 0
 
 
 def add(out: Path, file: Path, data_root: str | None) -> None:
     """Write a line for each finished run of a comparison that the file has not, one after another."""
-    lines, dataset = (ledger.read(file, COLUMNS) if file.exists() else pd.DataFrame(columns=COLUMNS)), None
+    lines, dataset = ledger.opened(file, COLUMNS), None
     for path in finished_runs(out):
         run = read_run(path)
         line = ledger.line(run)
@@ -88,9 +70,7 @@ def add(out: Path, file: Path, data_root: str | None) -> None:
             continue
         if dataset is None:
             dataset = load_run_config(path / "config.yaml", data_root=data_root).data.load()
-        rows = [*lines.to_dict("records"), line | figures(run, dataset)]
-        lines = pd.DataFrame(rows, columns=COLUMNS).sort_values(ledger.KEY, kind="stable")
-        write_atomic(file, lines.to_csv(index=False, lineterminator="\n").encode())
+        lines = ledger.extended(lines, [line | figures(run, dataset)], file)
 
 
 def figures(run: Run, dataset: Dataset) -> dict[str, Any]:
@@ -151,20 +131,11 @@ def _gap(found: SeedComparison | None) -> str:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    options = parser("study.read_out", "Scores that read the precision of the state.")
-    options.add_argument("--out", required=True, metavar="DIR")
-    options.add_argument("--file", required=True, metavar="CSV", help="the figures of finished runs")
-    options.add_argument("--datasets", default="amazon-instruments", metavar="A,B,...")
-    options.add_argument("--models", default="sasrec", metavar="A,B,...")
-    options.add_argument("--arms", default=ARMS)
-    options.add_argument("--seeds", default="0-9")
-    options.add_argument("--jobs", type=int, metavar="N", help="runs trained at a time")
-    options.add_argument("--batch-seeds", type=int, default=1, metavar="N", help="seeds trained together")
-    options.add_argument("--data-root", metavar="DIR")
-    options.add_argument("--part", choices=PARTS, default="test", help="whose figures the table shows")
-    options.add_argument(
-        "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="a setting of every run"
+    options = grid_parser(
+        "study.read_out", "Scores that read the precision of the state.", models="sasrec", arms=ARMS, seeds="0-9"
     )
+    options.add_argument("--file", required=True, metavar="CSV", help="the figures of finished runs")
+    options.add_argument("--part", choices=PARTS, default="test", help="whose figures the table shows")
     return options.parse_args(arguments)
 
 

@@ -25,7 +25,8 @@ import yaml
 
 from benchmarks.command import finish, parser
 from benchmarks.study import by_noise, read_out
-from benchmarks.study.choose import difference, percent
+from benchmarks.study.by_noise import NDCG
+from benchmarks.study.choose import difference, interval, percent
 from benchmarks.study.ledger import arms_of, check_alike, read
 from benchmarks.study.overview import ITEMS, PUBLISHED, VALIDATION, Arms, comparisons
 from recbft.errors import UserError, did_you_mean
@@ -43,7 +44,6 @@ NAMES = {
     "amazon-beauty": "Beauty",
     "ml-1m": "ML-1M",
 }
-NDCG = "ndcg@10 all items"
 DECAY = "matched+recency"
 INSTRUMENTS = ("amazon-instruments",)
 THIRDS = ("beauty-third-1", "beauty-third-2", "beauty-third-3")
@@ -130,7 +130,7 @@ def gains(reports: Path) -> str:
             *_named(key),
             str(lead.num_seeds),
             *_means(lead),
-            f"{percent(lead)} ({_interval(lead)})",
+            f"{percent(lead)} ({interval(lead)})",
             p_text(lead.p_t),
             p_text(p),
             _bold(_lead(arms, "bft", DECAY, VALIDATION)),
@@ -170,7 +170,7 @@ def checks(reports: Path) -> str:
     rows = []
     for one in CHECKS:
         test = _pooled(reports, one, NDCG)
-        lead = f"{percent(test)} ({_interval(test)})"
+        lead = f"{percent(test)} ({interval(test)})"
         rows.append([NAMES[one.model], one.text, str(test.num_seeds), lead, p_text(test.p_t)])
     return markdown_table(["model", "what changes", "pairs", "difference (95 % interval)", "p"], rows)
 
@@ -260,11 +260,6 @@ def _with_spread(values: pd.Series) -> str:
 
 def _means(lead: SeedComparison) -> list[str]:
     return [f"{lead.mean_baseline:.4f} ± {lead.sd_baseline:.4f}", f"{lead.mean_other:.4f} ± {lead.sd_other:.4f}"]
-
-
-def _interval(lead: SeedComparison) -> str:
-    low, high = (f"{100 * end / lead.mean_baseline:+.1f}" for end in lead.interval)
-    return f"{low} to {high}"
 
 
 def _bold(lead: SeedComparison) -> str:

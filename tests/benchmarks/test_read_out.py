@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from benchmarks.study import ledger, read_out
+from benchmarks.study import grid, ledger, read_out
 from recbft.evaluation.paired import compare_seeds
 from recbft.evaluation.uncertainty import uncertainty
 from recbft.training.bundle import load_trained
@@ -20,7 +20,7 @@ def test_a_run_has_one_line_with_the_figures_of_its_probe_and_the_call_goes_on(
 ):
     made = train_arms(ARMS)
     asked = []
-    monkeypatch.setattr(read_out, "compare", lambda *given, **named: asked.append((given, named)))
+    monkeypatch.setattr(grid, "compare", lambda *given, **named: asked.append((given, named)))
     made.rename(tmp_path / "sasrec-tiny")
     given = ["--out", str(tmp_path), "--file", str(tmp_path / "found.csv"), "--datasets", "tiny", "--set", "epochs=2"]
     assert read_out.main(given) == 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from benchmarks.study import by_noise, choose, corrupted, ledger, overview, paper, planted, reliable, tables
+from benchmarks.study import by_noise, choose, corrupted, grid, ledger, overview, paper, planted, reliable, tables
 from recbft.datasets import SyntheticConfig, leave_one_out, synthetic_dataset
 from recbft.datasets.batches import ClozeBatches, TrainingBatches
 from recbft.errors import UserError
@@ -251,7 +251,7 @@ def ledger_of(train_arms, tmp_path, capsys):
 
 def test_the_paper_s_configuration_is_compared_for_each_backbone_in_all_arms(monkeypatch, tmp_path, capsys):
     asked = []
-    monkeypatch.setattr(paper, "compare", lambda *given, **named: asked.append((given, named)) or "found")
+    monkeypatch.setattr(grid, "compare", lambda *given, **named: asked.append((given, named)) or "found")
     assert paper.main(["--out", str(tmp_path), "--datasets", "a,b", "--seeds", "0-4", "--set", "epochs=1"]) == 0
     assert [named["out"].name for _, named in asked] == [
         f"{m}-{d}" for d in "ab" for m in ("sasrec", "bert4rec", "hstu")
