@@ -32,7 +32,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -46,6 +45,7 @@ from benchmarks.language.model import (
     SIZES,
     Arm,
     Size,
+    asked_for,
     epoch_batches,
     logits_of,
     make_model,
@@ -54,15 +54,13 @@ from benchmarks.language.model import (
     train,
 )
 from benchmarks.language.needle import accuracies, needles_of
-from benchmarks.language.text import SOURCES, Corpus, Windows, load_corpus
+from benchmarks.language.text import SOURCES, Corpus, Windows
 from benchmarks.mechanisms.mqar import warmed
 from recbft.datasets.batches import Batch
 from recbft.errors import RunError
 from recbft.experiments.lists import parse_seeds
 from recbft.reporting.tables import text_table
 from recbft.system.files import write_json
-from recbft.training.process_settings import chosen_device
-from recbft.training.run_config import TrainingConfig
 
 NAME = "language.distil"
 TEACHER, STUDENT = (Arm(mixer=name, positions=False, needles=0.5) for name in ("gated_deltanet", "bayesian"))
@@ -254,10 +252,7 @@ def distil(size: Size, corpus: Corpus, seed: int, device: torch.device) -> dict[
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    size = SIZES[options.size]
-    size = replace(size, epochs=options.epochs or size.epochs)
-    corpus = load_corpus(options.data, Path(options.data_root), vocabulary=size.vocabulary)
-    device = chosen_device(TrainingConfig(device=options.device).device)
+    size, corpus, device = asked_for(options)
     made = machine.header(recorded(NAME, arguments), device=device)
     print("\n".join(machine.lines(made)))
     print(f"{corpus.name}: {len(corpus.train):,} tokens train, {len(corpus.test):,} test, tokens {corpus.hash[:12]}\n")

@@ -13,10 +13,12 @@ Shapes: B windows, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.language.needle import needles_of, plant
-from benchmarks.language.text import Corpus, Windows
+from benchmarks.language.text import Corpus, Windows, load_corpus
 from benchmarks.mechanisms.mqar import warmed
 from recbft.config.fields import from_dict
 from recbft.datasets.batches import Batch
@@ -38,6 +40,7 @@ from recbft.models.losses import focal_losses
 from recbft.models.sasrec import SASRecConfig
 from recbft.training.controllers import VALIDATION_LOSS, ControllersConfig, Moment, make_controllers
 from recbft.training.optimiser import clip_gradients, parameter_groups, warmup_ramp
+from recbft.training.process_settings import chosen_device
 from recbft.training.run_config import TrainingConfig
 
 DROPOUT = 0.1
@@ -188,6 +191,14 @@ def train(arm: Arm, size: Size, corpus: Corpus, seed: int, device: torch.device)
             print(f"held-out loss {value:.4f} after the last epoch, {averaged:.4f} with averaged weights")
     model.refresh()
     return model.eval(), mean
+
+
+def asked_for(options: argparse.Namespace) -> tuple[Size, Corpus, torch.device]:
+    """What the options size, epochs, data, data_root and device of a command name."""
+    size = SIZES[options.size]
+    size = replace(size, epochs=options.epochs or size.epochs)
+    corpus = load_corpus(options.data, Path(options.data_root), vocabulary=size.vocabulary)
+    return size, corpus, chosen_device(TrainingConfig(device=options.device).device)
 
 
 def epoch_batches(arm: Arm, windows: Windows, size: Size, corpus: Corpus, order: torch.Generator) -> Iterator[Batch]:

@@ -31,16 +31,14 @@ import pandas as pd
 
 from benchmarks import machine
 from benchmarks.command import count, finish, parser, recorded
-from benchmarks.language.model import SIZES, Arm, inside, perplexities, train
-from benchmarks.language.text import SOURCES, load_corpus
+from benchmarks.language.model import SIZES, Arm, asked_for, inside, perplexities, train
+from benchmarks.language.text import SOURCES
 from recbft.errors import UserError, did_you_mean
 from recbft.experiments.lists import parse_seeds, split_list
 from recbft.mixers.memory_family import DESIGN_MODELS
 from recbft.reporting.tables import text_table
 from recbft.system.files import write_atomic
 from recbft.training.controllers import VALIDATION_LOSS
-from recbft.training.process_settings import chosen_device
-from recbft.training.run_config import TrainingConfig
 
 NAME = "language.perplexity"
 # Width at which standard attention has the parameters of two rounds (288 for 256 in the paper).
@@ -131,10 +129,7 @@ def main(arguments: Sequence[str]) -> int:
     for name in wanted:
         if name not in arms:
             raise UserError(f"table {options.table} has no arm {name!r}; {did_you_mean(name, arms)}")
-    size = SIZES[options.size]
-    size = replace(size, epochs=options.epochs or size.epochs)
-    corpus = load_corpus(options.data, Path(options.data_root), vocabulary=size.vocabulary)
-    device = chosen_device(TrainingConfig(device=options.device).device)
+    size, corpus, device = asked_for(options)
     made = machine.header(recorded(NAME, arguments), device=device)
     print("\n".join(machine.lines(made)))
     print(
