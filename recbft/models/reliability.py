@@ -44,8 +44,8 @@ class Quantiles(nn.Module):
         middle = first + (count - 1) / 2  # from 0
         x = middle / (known.size - 1) if known.size > 1 else np.full(1, 0.5)
         # of many values those nearest to evenly spaced quantiles
-        which = np.searchsorted(x, np.linspace(0, x[-1], KEPT)).clip(max=len(x) - 1)
-        which = np.arange(KEPT).clip(max=len(x) - 1) if len(x) <= KEPT else which
+        which = np.arange(KEPT) if len(x) <= KEPT else np.searchsorted(x, np.linspace(0, x[-1], KEPT))
+        which = which.clip(max=len(x) - 1)
         self.value.copy_(torch.from_numpy(distinct[which]))
         self.quantile.copy_(torch.from_numpy(x[which]))
 

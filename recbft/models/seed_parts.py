@@ -156,11 +156,8 @@ class SeedPrecision(nn.Module):
         self.seeds, self.plain, self.each = seeds, plain, list(each)
         self.learned = parameters
         self.mean_precision, self.mean_jacobian, self.updates = (
-            torch.stack([getattr(one, name) for one in each]) for name in ("mean_precision", "mean_jacobian", "updates")
+            _of_all(each, name) for name in ("mean_precision", "mean_jacobian", "updates")
         )  # (S,), (S, D), (S,)
-        for seed, one in enumerate(each):
-            one.mean_precision, one.mean_jacobian = self.mean_precision[seed], self.mean_jacobian[seed]
-            one.updates = self.updates[seed]
         self.factors: tuple[Tensor, Tensor] | None = None
 
     def refresh(self) -> None:
@@ -245,11 +242,7 @@ class SeedUnit(nn.Module):
     def __init__(self, seeds: SeedRows, each: Sequence[ValueUnit]) -> None:
         super().__init__()
         self.seeds = seeds
-        self.variance, self.updates = (
-            torch.stack([getattr(one, name) for one in each]) for name in ("variance", "updates")
-        )  # (S,)
-        for seed, one in enumerate(each):
-            one.variance, one.updates = self.variance[seed], self.updates[seed]
+        self.variance, self.updates = (_of_all(each, name) for name in ("variance", "updates"))  # (S,)
 
     def forward(self, v: Tensor) -> Tensor:
         """As ``ValueUnit``, for every row: (R, 1, 1, 1)."""
@@ -276,10 +269,8 @@ class SeedReadOut(nn.Module):
         super().__init__()
         self.seeds, self.kind, self.strength = seeds, each[0].kind, strength  # (S,)
         self.mean_log_precision, self.updates = (
-            torch.stack([getattr(one, name) for one in each]) for name in ("mean_log_precision", "updates")
+            _of_all(each, name) for name in ("mean_log_precision", "updates")
         )  # (S, D), (S,)
-        for seed, one in enumerate(each):
-            one.mean_log_precision, one.updates = self.mean_log_precision[seed], self.updates[seed]
 
     def forward(self, state: Tensor, precision: Tensor, valid: Tensor, ramp: float) -> Tensor:
         """As ``PrecisionReadOut``."""
@@ -291,6 +282,14 @@ class SeedReadOut(nn.Module):
             self.updates += 1
         strength = self.seeds.repeat(self.strength)[:, None, None]
         return read(state, z, level, strength, kind=self.kind, ramp=ramp)
+
+
+def _of_all(each: Sequence[nn.Module], name: str) -> Tensor:
+    """A buffer of several modules as one, of which theirs become views."""
+    made = torch.stack([getattr(one, name) for one in each])
+    for seed, one in enumerate(each):
+        setattr(one, name, made[seed])
+    return made
 
 
 def _mean(values: Tensor, keep: Tensor) -> Tensor:  # (S, N, D), (S, N) -> (S, D)
