@@ -1,4 +1,4 @@
-"""Write an event log of production size, for the figures of docs/performance.md, section "Millions of users".
+"""Write an event log of production size, for the figures of docs/performance.md, section "Memory and large logs".
 
     python -m benchmarks.large_log --out DIR [--users 1000000 --events 22000000 --items 200000] [--texts] [--csv]
 

@@ -101,6 +101,31 @@ TABLES: dict[str, dict[str, Arm]] = {
         }.items()
     },
 }
+# Perplexity in the papers, at 1, 2, 4 and 8 times the trained length where they have it: WikiText-103, larger models.
+PUBLISHED: dict[str, dict[str, Sequence[float]]] = {
+    "boosting": {"standard": [72.2], "wider": [69.0], "twicing": [69.6], "boosted 2": [67.9]},
+    "length": {
+        "rope": [28.48, 30.94, 44.21, 72.69],
+        "alibi": [28.59, 27.30, 26.54, 26.30],
+        "decayed_rope": [28.52, 29.42, 34.68, 44.00],
+        "sc_rope": [28.36, 29.02, 34.99, 44.17],
+        "rfa": [28.01, 27.58, 29.99, 38.46],
+        "sc_rfa": [27.54, 26.73, 29.46, 37.19],
+        "gaussian": [27.98, 27.16, 28.95, 33.51],
+        "flat prior": [27.69, 28.71, 38.11, 62.83],
+        "no multiplicative": [27.65, 29.01, 39.18, 57.30],
+        "no value rotation": [30.24, 92.08, 187.29, 463.29],
+        "no rotation": [28.58, 27.25, 26.61, 26.83],
+        "no damping, flat prior": [27.97, 35.59, 69.39, 131.29],
+    },
+    "damping": {
+        "b 0.0005": [27.60, 28.88, 37.34, 51.48],
+        "b 0.005": [27.60, 28.71, 35.35, 43.90],
+        "b 0.05": [27.54, 26.73, 29.46, 37.19],
+        "b 0.5": [27.61, 26.38, 26.37, 29.72],
+        "b 5": [27.91, 26.68, 26.37, 28.16],
+    },
+}
 KEY = ["table", "arm", "data", "size", "seed", "length"]
 COLUMNS = [
     *KEY,
@@ -167,8 +192,9 @@ def main(arguments: Sequence[str]) -> int:
             if file is not None:
                 table = pd.DataFrame(lines, columns=COLUMNS).sort_values(KEY, kind="stable")
                 write_atomic(file, table.to_csv(index=False, lineterminator="\n").encode())
-    print()
-    print(summary([line for line in lines if line["table"] == options.table], wanted, corpus.name, options.size))
+    table = pd.DataFrame(lines)
+    kept = (table["table"] == options.table) & (table["data"] == corpus.name) & (table["size"] == options.size)
+    print("\n" + text_table(*summary(table[kept & table["arm"].isin(wanted)])))
     return 0
 
 
@@ -180,22 +206,30 @@ def read(file: Path) -> pd.DataFrame:
     return table
 
 
-def summary(lines: Sequence[dict[str, Any]], arms: Sequence[str], data: str, size: str) -> str:
-    """Mean perplexity over seeds, by arm and length, and as a share of the first arm's."""
-    table = pd.DataFrame([line for line in lines if line["data"] == data and line["size"] == size])
-    means = table.pivot_table(index="arm", columns="length", values="perplexity")
-    lengths, first = list(means.columns), means.loc[arms[0]].iloc[0]
-    seeds = table.groupby("arm")["seed"].nunique()
-    rows = [
-        [
-            name,
-            str(seeds[name]),
-            *("" if pd.isna(x := means.loc[name, length]) else f"{x:.2f}" for length in lengths),
-            f"{means.loc[name].iloc[0] / first:.3f}",
-        ]
-        for name in arms
-    ]
-    return text_table(["arm", "seeds", *(f"{length} tokens" for length in lengths), "ratio"], rows)
+def summary(lines: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of a table of one text and size: mean perplexity over seeds by arm and length, each as a share of
+    the first arm's at the trained length, and the paper's, likewise.
+    """
+    (name,) = lines["table"].unique()
+    published = PUBLISHED.get(name, {})
+    means = lines.pivot_table(index="arm", columns="length", values="perplexity")
+    lengths, seeds = list(means.columns), lines.groupby("arm")["seed"].nunique()
+    arms = [arm for arm in TABLES[name] if arm in means.index]
+    first = means.loc[arms[0]].iloc[0]
+    rows = []
+    for arm in arms:
+        own = [x for length in lengths if not pd.isna(x := means.loc[arm, length])]
+        theirs = published.get(arm, [])
+        cells = [f"{x:.1f}" for x in own] + [""] * (len(lengths) - len(own))
+        rows.append([arm, str(seeds[arm]), *cells, _shares(own, first)])
+        if published:
+            rows[-1].append(_shares(theirs, published[arms[0]][0] if arms[0] in published else None))
+    head = ["arm", "seeds", *(f"at {length}" for length in lengths), "ratio"]
+    return [*head, "paper's ratio"] if published else head, rows
+
+
+def _shares(values: Sequence[float], first: float | None) -> str:
+    return "" if first is None else ", ".join(f"{value / first:.3f}" for value in values)
 
 
 def _figures(found: dict[int, dict[str, float]]) -> str:

@@ -1,6 +1,6 @@
-"""The tables of docs/study.md, computed from the files in docs/reports and written into the page.
+"""The tables of docs/study.md and docs/results.md, computed from the files in docs/reports and written into the pages.
 
-    python -m benchmarks.study.tables [--page docs/study.md]
+    python -m benchmarks.study.tables
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; the command replaces what is between the two.
 ``runs.csv`` and ``again.csv`` have one line per training run (``benchmarks.study.ledger``): arms are paired by seed and
@@ -11,7 +11,6 @@ kept; their commands, data, machines and dates are in ``sources.csv``.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ import pandas as pd
 import yaml
 
 from benchmarks.command import finish, parser
+from benchmarks.language import perplexity
 from benchmarks.study import by_noise, read_out
 from benchmarks.study.by_noise import NDCG
 from benchmarks.study.choose import difference, interval, percent
@@ -35,6 +35,7 @@ from recbft.reporting.tables import markdown_table, p_text
 from recbft.system.files import write_atomic
 
 REPORTS = Path(__file__).parents[2] / "docs" / "reports"
+PAGES = (REPORTS.parent / "study.md", REPORTS.parent / "results.md")
 PLACE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NAMES = {
     "sasrec": "SASRec",
@@ -100,9 +101,9 @@ SUMMARIES = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _options(arguments)
-    page = Path(options.page)
-    write_atomic(page, filled(page.read_text(encoding="utf-8")).encode())
+    parser("study.tables", "The tables of study and results, written there.").parse_args(arguments)
+    for page in PAGES:
+        write_atomic(page, filled(page.read_text(encoding="utf-8")).encode())
     return 0
 
 
@@ -153,6 +154,28 @@ def strongest(reports: Path) -> str:
     return markdown_table(["model", "data", "events read", "seeds", "HR@10", "NDCG@10", "best public", "whose"], rows)
 
 
+def against(reports: Path, file: str, metric: str = NDCG, baseline: str = DECAY) -> str:
+    """Every arm of a file, model by model and data set by data set, and what it differs by from a baseline."""
+    lines: list[tuple[list[str], SeedComparison | None, str]] = []
+    for (model, data), own in read(reports / file).groupby(["model", "dataset"], sort=False):
+        check_alike(own, f"{data} ({model})")
+        arms = arms_of(own, told=[by_noise.DECAY])[1]
+        for name, runs in arms.items():
+            lead = None if name == baseline else _lead(arms, name, baseline, metric)
+            chosen = "" if lead is None else _bold(_lead(arms, name, baseline, VALIDATION))
+            shown = [*_named((model, data)), f"`{name}`", str(len(runs)), _with_spread(runs[metric])]
+            lines.append((shown, lead, chosen))
+    adjusted = iter(holm([lead.p_t for _, lead, _ in lines if lead is not None]))
+    rows = [
+        [*shown, "", "", "", ""]
+        if lead is None
+        else [*shown, f"{percent(lead)} ({interval(lead)})", p_text(lead.p_t), p_text(next(adjusted)), chosen]
+        for shown, lead, chosen in lines
+    ]
+    head = ["model", "data", "arm", "seeds", "NDCG@10", "difference (95 % interval)", "p", "Holm p"]
+    return markdown_table([*head, "on validation, %"], rows)
+
+
 def steps(reports: Path) -> str:
     """What each step from `published` to `bft` brings, in percent, bold where p < .05, and what the paper reports."""
     parts = [("layer", "matched", "published"), ("recency decay", DECAY, "matched"), ("precision", "bft", DECAY)]
@@ -197,11 +220,22 @@ def noise(reports: Path, kind: str) -> str:
     return by_noise.table(read(reports / "noise.csv"), kind)
 
 
+def language(reports: Path, name: str) -> str:
+    """Perplexity of a table of ``benchmarks.language.perplexity``."""
+    lines = perplexity.read(reports / "language.csv")
+    own = lines[lines["table"] == name]
+    return "" if own.empty else markdown_table(*perplexity.summary(own))
+
+
 COMPUTED: Mapping[str, Callable[[Path], str]] = {
     "gains": gains,
     "strongest": strongest,
+    "every-event": partial(against, file="every_event.csv", metric="ndcg@10 seen masked"),
+    "paper": partial(against, file="paper.csv"),
+    "steered": partial(against, file="steered.csv"),
     "steps": steps,
     "checks": checks,
+    **{f"language-{name}": partial(language, name=name) for name in perplexity.TABLES},
     "read-out": lambda reports: read_out.table(read(reports / "read_out.csv", read_out.COLUMNS)),
     **{f"noise-{kind}": partial(noise, kind=kind) for kind in ("targets", "distractors", "reliability")},
 }
@@ -278,12 +312,6 @@ def _cell(line: Mapping[str, str]) -> str:
     if line["remark"]:
         return line["remark"]
     return f"{value} ({lead})" if value else lead
-
-
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    options = parser("study.tables", "The tables of the study, written into its page.")
-    options.add_argument("--page", default=str(REPORTS.parent / "study.md"), metavar="FILE")
-    return options.parse_args(arguments)
 
 
 if __name__ == "__main__":

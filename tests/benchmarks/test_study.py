@@ -405,12 +405,15 @@ def test_the_pages_show_what_the_ledger_has(capsys, tmp_path):
     assert (tmp_path / "new.svg").read_text() == (DOCS / "reports" / "overview.svg").read_text()
 
 
-def test_the_study_has_the_tables_that_the_command_makes():
-    page = (DOCS / "study.md").read_text(encoding="utf-8")
-    assert tables.filled(page) == page
+def test_the_pages_have_the_tables_that_the_command_makes():
+    shown = []
+    for file in tables.PAGES:
+        page = file.read_text(encoding="utf-8")
+        assert tables.filled(page) == page
+        shown += (places := [place[1] for place in tables.PLACE.findall(page)])
+        assert page.count("<!-- table:") == page.count("<!-- end -->") == len(places)
     unmade = {name for name, made in tables.COMPUTED.items() if made(DOCS / "reports").count("\n") < 2}  # no rows yet
-    assert {place[1] for place in tables.PLACE.findall(page)} == {*tables.COMPUTED, *tables.SUMMARIES} - unmade
-    assert page.count("<!-- table:") == page.count("<!-- end -->") == len(tables.PLACE.findall(page))
+    assert sorted(shown) == sorted({*tables.COMPUTED, *tables.SUMMARIES} - unmade)
     with pytest.raises(UserError, match="unknown table 'gain'; did you mean 'gains'"):
         tables.filled("<!-- table: gain -->\n<!-- end -->")
 
