@@ -37,6 +37,7 @@ from recbft.datasets.columns import (
     stands_for_nothing,
     whole_numbers_of,
 )
+from recbft.datasets.content import ContentConfig, ItemContent
 from recbft.datasets.events import Events
 from recbft.datasets.features import ItemFeatures
 from recbft.datasets.hashing import sha256_of, text_parts
@@ -368,6 +369,18 @@ class Dataset:
     def training_weights(self) -> NDArray[np.int64] | NDArray[np.float64]:
         """The sum of the weights of these events, (V+1,): their counts where events have no weights."""
         return self.training_counts if self.weights is None else self.split.training_weights(self.num_items)
+
+    @cached_property
+    def _contents(self) -> dict[ContentConfig, ItemContent]:
+        return {}
+
+    def content(self, config: ContentConfig | None) -> ItemContent | None:
+        """How its item features become vectors, fitted on training once for all that ask; None without either."""
+        if config is None or self.features is None:
+            return None
+        if config not in self._contents:
+            self._contents[config] = ItemContent.fit(self.features, self.training_counts, config)
+        return self._contents[config]
 
     @cached_property
     def content_hash(self) -> str:
