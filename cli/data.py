@@ -33,7 +33,7 @@ from recbft_cli.options import (
     ValidationFile,
     Weight,
     Where,
-    from_shell,
+    of_data,
 )
 from recbft_cli.terminal import say
 
@@ -272,11 +272,11 @@ def _ready_to_run(title: str, file: Path, name: str, *, has_times: bool) -> str:
 
 def _load(options: dict[str, Any]) -> Dataset:
     """The data set that a command's options name."""
-    from recbft.config.fields import Verbatim, field_types, from_dict
+    from recbft.config.fields import Verbatim, from_dict
     from recbft.datasets.config import DataConfig
 
-    given = from_shell(**{name: options.get(name) for name in field_types(DataConfig)})
-    return from_dict(DataConfig, {**given, "dataset": Verbatim(options["source"])}).load()
+    place = {"dataset": Verbatim(options["source"]), "data_root": options["data_root"]}
+    return from_dict(DataConfig, of_data(options) | place).load()
 
 
 def _print_statistics(dataset: Dataset) -> None:

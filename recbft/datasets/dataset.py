@@ -49,6 +49,7 @@ from recbft.datasets.loading import (
     SYNTHETIC,
     Counts,
     atomic_items,
+    by_role,
     by_session,
     find_events,
     place_of,
@@ -165,9 +166,7 @@ class Dataset:
         >>> dataset.items.tolist(), dataset.decode([2]).tolist()
         ([1, 2, 1], ['milk'])
         """
-        roles = {"user": user, "item": item, "time": time, "session": session}
-        roles |= {"weight": weight, "reliability": reliability, "split_column": split_column}
-        events, columns = _events_of([frame], name, roles, preparation)
+        events, columns = _events_of([frame], name, by_role(locals()), preparation)
         made = replace(cls.from_events(events, name=name, preparation=preparation), columns=columns)
         return made if items is None else made.with_features(ItemFeatures.of(items, item=item, kinds=item_kinds))
 
@@ -199,9 +198,7 @@ class Dataset:
         >>> Dataset.from_frames(train, *later).split.test.target.tolist()
         [1]
         """
-        roles = {"user": user, "item": item, "time": time, "session": session}
-        roles |= {"weight": weight, "reliability": reliability, "split_column": None}
-        events, columns = _events_of([train, validation, test], name, roles, preparation)
+        events, columns = _events_of([train, validation, test], name, by_role(locals()), preparation)
         made = replace(cls.from_events(events, name=name, preparation=preparation), columns=columns)
         return made if items is None else made.with_features(ItemFeatures.of(items, item=item, kinds=item_kinds))
 
@@ -245,9 +242,7 @@ class Dataset:
         Raises:
             UserError: unknown name, missing or damaged file, bad data.
         """
-        how: dict[str, Any] = {"user": user, "item": item, "time": time, "session": session}
-        how |= {"weight": weight, "reliability": reliability, "split_column": split_column}
-        how |= {"separator": separator, "columns": columns}
+        how = by_role(locals()) | {"separator": separator, "columns": columns}
         asked = {key: value for key, value in how.items() if value is not None}
         others = [file for file in (validation, test) if file is not None]
         check_parts_named(split_column, validation, test)
