@@ -57,6 +57,14 @@ Weight = Annotated[
         help="Number >= 0 per event, which multiplies its loss and its count in precision; 0 teaches nothing.",
     ),
 ]
+Reliability = Annotated[
+    str | None,
+    typer.Option(
+        "--reliability",
+        metavar="COLUMN",
+        help="Number per event, or none, that says how far to trust it; --set reads_reliability=input reads it.",
+    ),
+]
 SplitColumn = Annotated[
     str | None,
     typer.Option("--split-column", metavar="COLUMN", help="Says train, valid or test of each event: your own split."),
