@@ -253,8 +253,8 @@ def _export(dataset: Dataset, folder: Path, sources: list[Path]) -> Path:
     config = folder.resolve() / f"{name}.yaml"
     title = f"{dataset.name}: {dataset.num_users:,} users, {dataset.num_items:,} items, {dataset.num_events:,} events"
     text = _ready_to_run(title, config, name, has_times=dataset.times is not None)
-    for name in numbers_of(dataset):
-        text += f"{name + ': ' + name:<32}# for recbft train\n"
+    for number in numbers_of(dataset):
+        text += f"{number}: {number}".ljust(32) + "# for recbft train\n"
     write_atomic(config, text.encode())
     return config
 
