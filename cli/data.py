@@ -24,6 +24,7 @@ from recbft_cli.options import (
     MinHistory,
     MinItemEvents,
     MinUserEvents,
+    Reliability,
     Separator,
     Session,
     SplitColumn,
@@ -33,7 +34,7 @@ from recbft_cli.options import (
     ValidationFile,
     Weight,
     Where,
-    from_shell,
+    of_data,
 )
 from recbft_cli.terminal import say
 
@@ -114,6 +115,7 @@ def show(
     time: Time = None,
     session: Session = None,
     weight: Weight = None,
+    reliability: Reliability = None,
     split_column: SplitColumn = None,
     validation: ValidationFile = None,
     test: TestFile = None,
@@ -153,6 +155,7 @@ def prepare(
     time: Time = None,
     session: Session = None,
     weight: Weight = None,
+    reliability: Reliability = None,
     split_column: SplitColumn = None,
     validation: ValidationFile = None,
     test: TestFile = None,
@@ -238,7 +241,7 @@ def synth(
 
 def _export(dataset: Dataset, folder: Path, sources: list[Path]) -> Path:
     """Write the atomic file, unless it is the source, and, beside its folder, the config that names it."""
-    from recbft.datasets.atomic import save_atomic
+    from recbft.datasets.atomic import numbers_of, save_atomic
     from recbft.system.files import refuse_input, write_atomic
 
     if dataset.parts is not None:
@@ -250,8 +253,8 @@ def _export(dataset: Dataset, folder: Path, sources: list[Path]) -> Path:
     config = folder.resolve() / f"{name}.yaml"
     title = f"{dataset.name}: {dataset.num_users:,} users, {dataset.num_items:,} items, {dataset.num_events:,} events"
     text = _ready_to_run(title, config, name, has_times=dataset.times is not None)
-    if dataset.weights is not None:
-        text += "weight: weight                  # for recbft train\n"
+    for number in numbers_of(dataset):
+        text += f"{number}: {number}".ljust(32) + "# for recbft train\n"
     write_atomic(config, text.encode())
     return config
 
@@ -272,11 +275,11 @@ def _ready_to_run(title: str, file: Path, name: str, *, has_times: bool) -> str:
 
 def _load(options: dict[str, Any]) -> Dataset:
     """The data set that a command's options name."""
-    from recbft.config.fields import Verbatim, field_types, from_dict
+    from recbft.config.fields import Verbatim, from_dict
     from recbft.datasets.config import DataConfig
 
-    given = from_shell(**{name: options.get(name) for name in field_types(DataConfig)})
-    return from_dict(DataConfig, {**given, "dataset": Verbatim(options["source"])}).load()
+    place = {"dataset": Verbatim(options["source"]), "data_root": options["data_root"]}
+    return from_dict(DataConfig, of_data(options) | place).load()
 
 
 def _print_statistics(dataset: Dataset) -> None:
@@ -300,7 +303,7 @@ def _print_statistics(dataset: Dataset) -> None:
         ["users whose last two are tied", _share(figures.tied_last_two)],
         ["test items unseen in training", _share(figures.unseen_targets)],
         ["repeated events", _share(figures.repeated_events)],
-        *([] if figures.weights is None else [["weights", figures.weights]]),
+        *([name, said] for name in ("weights", "reliability") if (said := getattr(figures, name)) is not None),
         ["content hash", figures.content_hash],
         ["target hash", figures.target_hash],
     ]

@@ -63,10 +63,7 @@ def evaluate(
     """Rank every user's held-out item among all items with a trained model."""
     if filter_seen and both:
         raise UserError("--filter-seen has no effect with --both, which prints both settings; give one of them")
-    how = of_other_data(
-        context, dataset, user=user, item=item, time=time, session=session, separator=separator, columns=columns,
-        items=items, item_kinds=item_kinds,
-    )  # fmt: skip
+    how = of_other_data(context, locals())
 
     from recbft.api import Recommender
     from recbft.config.fields import to_dict

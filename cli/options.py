@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,6 +55,14 @@ Weight = Annotated[
         "--weight",
         metavar="COLUMN",
         help="Number >= 0 per event, which multiplies its loss and its count in precision; 0 teaches nothing.",
+    ),
+]
+Reliability = Annotated[
+    str | None,
+    typer.Option(
+        "--reliability",
+        metavar="COLUMN",
+        help="Number per event, or none, that says how far to trust it; --set reads_reliability=input reads it.",
     ),
 ]
 SplitColumn = Annotated[
@@ -117,20 +125,25 @@ ItemKinds = Annotated[
 ]
 
 
-def of_other_data(context: typer.Context, dataset: str | None, **options: Any) -> dict[str, Any]:
-    """How to read the data that ``-d`` names; the run knows how its own were read."""
-    if dataset is None:
-        refuse_given(context, options, "without -d, which names other data than the run's; leave it out")
-    return from_shell(**options)
+def of_other_data(context: typer.Context, options: Mapping[str, Any]) -> dict[str, Any]:
+    """How to read the data that ``-d`` names, as ``of_data``; the run knows how its own were read."""
+    how = of_data(options)
+    if options["dataset"] is None:
+        refuse_given(context, how, "without -d, which names other data than the run's; leave it out")
+    return how
 
 
-def from_shell(**options: Any) -> dict[str, Any]:
-    """The options that were given, those a shell can only pass as text taken apart."""
-    from recbft.config.fields import Verbatim
+def of_data(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a command's options that were given and say how data are read, by their names in ``DataConfig``.
 
-    given = {name: value for name, value in options.items() if value not in (None, [])}
-    texts = ("user", "item", "time", "session", "weight", "split_column", "validation", "test", "separator")
-    given |= {name: Verbatim(given[name]) for name in texts if name in given}  # "none", "~"
+    What a shell can only pass as text is taken apart.
+    """
+    from recbft.config.fields import Verbatim, field_types
+    from recbft.datasets.config import READ_BY, DataConfig
+
+    names = [name for name in field_types(DataConfig) if name not in ("dataset", "data_root")]
+    given = {name: options[name] for name in names if options.get(name) not in (None, [])}
+    given |= {name: Verbatim(given[name]) for name in READ_BY if name in given}  # "none", "~"
     if "columns" in given:
         given["columns"] = [column.strip() for column in given["columns"].split(",")]
     return given

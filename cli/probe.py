@@ -79,10 +79,7 @@ def probe(
         raise UserError("--out has no effect with --no-write; give one of them")
     if explain is not None:
         refuse_given(context, ("users", "out", "no_write"), "with --explain, which explains one user; leave it out")
-    how = of_other_data(
-        context, dataset, user=user, item=item, time=time, session=session, separator=separator, columns=columns,
-        items=items, item_kinds=item_kinds,
-    )  # fmt: skip
+    how = of_other_data(context, locals())
 
     from recbft.api import Recommender
     from recbft.runs.folder import RunFolder

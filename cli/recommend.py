@@ -18,7 +18,7 @@ import typer
 from recbft.errors import UserError
 from recbft.reporting.progress import SILENCE
 from recbft_cli.evaluate import say_unfinished
-from recbft_cli.options import Columns, Item, Run, Separator, Session, Time, User, from_shell
+from recbft_cli.options import Columns, Item, Run, Separator, Session, Time, User, of_data
 from recbft_cli.terminal import say
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def recommend(
         for source in (*source_files(histories), exclude, candidates, *(items or ())):
             if source is not None:
                 refuse_input(out, source)
-    how = from_shell(user=user, item=item, time=time, session=session, separator=separator, columns=columns)
+    how = of_data({**locals(), "items": None})  # these are new ones
     with terminable():  # whatever ends it, no unfinished file is left
         recommender = Recommender.load(run, unfinished=True)
         folder = RunFolder.open(run)

@@ -18,6 +18,7 @@ from recbft_cli.options import (
     ItemKinds,
     Items,
     Model,
+    Reliability,
     Separator,
     Session,
     SplitColumn,
@@ -26,7 +27,7 @@ from recbft_cli.options import (
     User,
     ValidationFile,
     Weight,
-    from_shell,
+    of_data,
     refuse_given,
 )
 from recbft_cli.terminal import say
@@ -76,6 +77,7 @@ def train(
     time: Time = None,
     session: Session = None,
     weight: Weight = None,
+    reliability: Reliability = None,
     split_column: SplitColumn = None,
     validation: ValidationFile = None,
     test: TestFile = None,
@@ -136,10 +138,7 @@ def train(
         from recbft.training.bundle import own_config
         from recbft.training.run_config import load_run_config
 
-        data = from_shell(
-            user=user, item=item, time=time, session=session, weight=weight, split_column=split_column,
-            validation=validation, test=test, separator=separator, columns=columns, items=items, item_kinds=item_kinds,
-        )  # fmt: skip
+        data = of_data(locals())
         if warm_start is not None and not config:
             older = RunFolder.open(warm_start)
             own_config(older)  # whole: what is missing would be the usual value here

@@ -35,10 +35,8 @@ def save_atomic(dataset: Dataset, folder: str | Path, name: str) -> Path:
     times = dataset.times
     if times is None:
         times = np.arange(dataset.num_events) - np.repeat(dataset.offsets[:-1], dataset.lengths)
-    frame = pd.DataFrame({"user": users, "item": items, "time": times})
-    header = HEADER
-    if dataset.weights is not None:
-        frame, header = frame.assign(weight=dataset.weights), HEADER + "\tweight:float"
+    frame = pd.DataFrame({"user": users, "item": items, "time": times, **numbers_of(dataset)})
+    header = "\t".join([HEADER, *(f"{name}:float" for name in numbers_of(dataset))])
     path = Path(folder) / name / f"{name}.inter"
     make_folder(path.parent)
 
@@ -48,6 +46,12 @@ def save_atomic(dataset: Dataset, folder: str | Path, name: str) -> Path:
 
     write_atomic(path, write)
     return path
+
+
+def numbers_of(dataset: Dataset) -> dict[str, NDArray[np.float64]]:
+    """Weights and reliability of the events by their roles, (E,) each, as far as there are some."""
+    both = {"weight": dataset.weights, "reliability": dataset.reliability}
+    return {role: numbers for role, numbers in both.items() if numbers is not None}
 
 
 def _texts(ids: NDArray[Any], side: str) -> NDArray[Any]:

@@ -37,6 +37,7 @@ from recbft.datasets.columns import (
     stands_for_nothing,
     whole_numbers_of,
 )
+from recbft.datasets.content import ContentConfig, ItemContent
 from recbft.datasets.events import Events
 from recbft.datasets.features import ItemFeatures
 from recbft.datasets.hashing import sha256_of, text_parts
@@ -48,6 +49,7 @@ from recbft.datasets.loading import (
     SYNTHETIC,
     Counts,
     atomic_items,
+    by_role,
     by_session,
     find_events,
     place_of,
@@ -164,9 +166,7 @@ class Dataset:
         >>> dataset.items.tolist(), dataset.decode([2]).tolist()
         ([1, 2, 1], ['milk'])
         """
-        roles = {"user": user, "item": item, "time": time, "session": session}
-        roles |= {"weight": weight, "reliability": reliability, "split_column": split_column}
-        events, columns = _events_of([frame], name, roles, preparation)
+        events, columns = _events_of([frame], name, by_role(locals()), preparation)
         made = replace(cls.from_events(events, name=name, preparation=preparation), columns=columns)
         return made if items is None else made.with_features(ItemFeatures.of(items, item=item, kinds=item_kinds))
 
@@ -198,9 +198,7 @@ class Dataset:
         >>> Dataset.from_frames(train, *later).split.test.target.tolist()
         [1]
         """
-        roles = {"user": user, "item": item, "time": time, "session": session}
-        roles |= {"weight": weight, "reliability": reliability, "split_column": None}
-        events, columns = _events_of([train, validation, test], name, roles, preparation)
+        events, columns = _events_of([train, validation, test], name, by_role(locals()), preparation)
         made = replace(cls.from_events(events, name=name, preparation=preparation), columns=columns)
         return made if items is None else made.with_features(ItemFeatures.of(items, item=item, kinds=item_kinds))
 
@@ -244,9 +242,7 @@ class Dataset:
         Raises:
             UserError: unknown name, missing or damaged file, bad data.
         """
-        how: dict[str, Any] = {"user": user, "item": item, "time": time, "session": session}
-        how |= {"weight": weight, "reliability": reliability, "split_column": split_column}
-        how |= {"separator": separator, "columns": columns}
+        how = by_role(locals()) | {"separator": separator, "columns": columns}
         asked = {key: value for key, value in how.items() if value is not None}
         others = [file for file in (validation, test) if file is not None]
         check_parts_named(split_column, validation, test)
@@ -368,6 +364,18 @@ class Dataset:
     def training_weights(self) -> NDArray[np.int64] | NDArray[np.float64]:
         """The sum of the weights of these events, (V+1,): their counts where events have no weights."""
         return self.training_counts if self.weights is None else self.split.training_weights(self.num_items)
+
+    @cached_property
+    def _contents(self) -> dict[ContentConfig, ItemContent]:
+        return {}
+
+    def content(self, config: ContentConfig | None) -> ItemContent | None:
+        """How its item features become vectors, fitted on training once for all that ask; None without either."""
+        if config is None or self.features is None:
+            return None
+        if config not in self._contents:
+            self._contents[config] = ItemContent.fit(self.features, self.training_counts, config)
+        return self._contents[config]
 
     @cached_property
     def content_hash(self) -> str:

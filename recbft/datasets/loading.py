@@ -226,6 +226,11 @@ def find_events(
     return FoundEvents(path, chosen.item, events, name, chosen.preparation, named, record, as_saved, check)
 
 
+def by_role(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns that arguments or fields name, by their roles; None for a role that none has."""
+    return {role: given.get(role) for role in ROLES}
+
+
 def by_session(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Columns that are asked for, a session in the place of the user where no user is."""
     session = asked.get("session")
@@ -295,7 +300,7 @@ def read_events(path: Path, how: CardFile, others: Sequence[Path] = ()) -> Event
     validates and what tests, whose events follow those of the first.
     """
     separator, columns, extra = how.separator, how.columns, how.preparation.columns()
-    roles: dict[str, Any] = {role: getattr(how, role) for role in ROLES}
+    roles = by_role(vars(how))
     named = [*(name for name in roles.values() if name is not None), *extra]
     if others:
         assert len(others) == len(PARTS) - 1

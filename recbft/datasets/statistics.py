@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -36,6 +37,7 @@ class DatasetStatistics:
     unseen_targets: float  # share of test targets without a training event
     repeated_events: float  # share of events whose user had the item before
     weights: str | None  # of the events, in words; None where they have none
+    reliability: str | None  # the same
     content_hash: str
     target_hash: str
 
@@ -72,17 +74,20 @@ def describe(dataset: Dataset) -> DatasetStatistics:
         tied_last_two=tied_last_two,
         unseen_targets=float((dataset.training_counts[test.target] == 0).mean()),
         repeated_events=1 - num_pairs / dataset.num_events,
-        weights=_weights(dataset.weights),
+        weights=_span(dataset.weights, "of weight 0", lambda each: each == 0),
+        reliability=_span(dataset.reliability, "without", np.isnan),
         content_hash=dataset.content_hash,
         target_hash=dataset.target_hash,
     )
 
 
-def _weights(weights: NDArray[np.float64] | None) -> str | None:
-    if weights is None:
+def _span(numbers: NDArray[np.float64] | None, what: str, counted: Callable[..., Any]) -> str | None:
+    """Range and mean of numbers beside events, and how many of these are ``counted``."""
+    if numbers is None:
         return None
-    zero = int((weights == 0).sum())
-    return f"{weights.min():g} to {weights.max():g}, mean {weights.mean():.4g}; {zero:,} events of weight 0"
+    known = numbers[~np.isnan(numbers)]
+    span = f"{known.min():g} to {known.max():g}, mean {known.mean():.4g}; " if known.size else ""
+    return f"{span}{int(counted(numbers).sum()):,} events {what}"
 
 
 def remarks(dataset: Dataset) -> list[str]:

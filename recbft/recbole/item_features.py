@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from recbft.datasets.content import ItemContent
 from recbft.datasets.features import TYPED_HEADER, ItemFeatures
 from recbft.errors import UserError, did_you_mean
-from recbft.training.bundle import item_content
 from recbft.training.run_config import RunConfig
 
 KEY = "item_features"
@@ -89,8 +89,9 @@ def content_of(config: Any, run: RunConfig, dataset: Any, counts: NDArray[np.int
         )
     tokens = np.array(dataset.field2id_token[dataset.iid_field][1:], dtype=object)
     features = dataset.features_read.aligned(tokens).telling()
-    transform = item_content(run, features, counts)
-    return None if transform is None else torch.from_numpy(transform.matrix(features).values)
+    if (how := run.content_config) is None:
+        return None
+    return torch.from_numpy(ItemContent.fit(features, counts, how).matrix(features).values)
 
 
 def _why_not_read(dataset: Any, file: str, column: str) -> str:

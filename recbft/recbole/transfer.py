@@ -33,7 +33,7 @@ from recbft.runs import checkpoint
 from recbft.runs.environment import environment
 from recbft.runs.folder import RunFolder
 from recbft.training.build import build_model, new_state, run_protocol
-from recbft.training.bundle import CONTENT_FOLDER, item_content, load_trained, own_config, write_vocabulary
+from recbft.training.bundle import CONTENT_FOLDER, load_trained, own_config, write_vocabulary
 from recbft.training.card import write_card
 
 
@@ -122,7 +122,7 @@ def to_run(model: Adapter, data: Dataset, out: str | Path) -> RunFolder:
     run = RunFolder.create(
         out, config=config.to_yaml(), protocol=run_protocol(config, data, ours), environment=environment()
     )
-    write_vocabulary(run.checkpoint, data, item_content(config, data.features, data.training_counts))
+    write_vocabulary(run.checkpoint, data, config.content_config)
     taken = checkpoint.snapshot(
         model_state=ours.state_dict(),
         optimizer_state={},

@@ -46,7 +46,7 @@ from recbft.models.contract import TrainableModel
 from recbft.runs.checkpoint import TrainState, best_digest, vocabulary_hash
 from recbft.runs.folder import RunFolder
 from recbft.system.torch_state import set_aside
-from recbft.training.bundle import differences, item_content, load_trained
+from recbft.training.bundle import differences, load_trained
 from recbft.training.controllers import Controllers, make_controllers
 from recbft.training.graphs import GraphedSteps
 from recbft.training.optimiser import make_optimizer
@@ -116,7 +116,7 @@ def build_model(config: RunConfig, dataset: Dataset, device: torch.device = CPU)
         device: where it will be trained, of whose random numbers those of the run begin here.
     """
     counts = torch.from_numpy(np.asarray(dataset.training_weights))
-    transform, content = item_content(config, dataset.features, dataset.training_counts), None
+    transform, content = dataset.content(config.content_config), None
     if transform is not None and dataset.features is not None:
         content = torch.from_numpy(transform.matrix(dataset.features).values)
     model = config.build(counts, content)

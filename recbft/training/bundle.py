@@ -21,14 +21,12 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from recbft.config.fields import by_setting, to_dict
 from recbft.config.yaml_text import read_yaml
 from recbft.datasets import Dataset
-from recbft.datasets.content import ContentConfig, ItemContent
-from recbft.datasets.features import ItemFeatures
+from recbft.datasets.content import ContentConfig
 from recbft.datasets.split import Splitting
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
@@ -51,9 +49,9 @@ LABELS = ("category", "set")  # kinds of features
 OF_THE_MODEL = ("model", "arm", "mixer", "backbone", "mixing", "moe", "core")  # of a configuration
 
 
-def write_vocabulary(folder: Path, dataset: Dataset, content: ItemContent | None = None) -> None:
+def write_vocabulary(folder: Path, dataset: Dataset, how: ContentConfig | None = None) -> None:
     """Write the vocabulary and training counts, unless they stand there already, whole; and how features are read."""
-    if content is not None:
+    if (content := dataset.content(how)) is not None:
         (folder / CONTENT_FOLDER).mkdir(parents=True, exist_ok=True)
         content.save(folder / CONTENT_FOLDER)
     path = folder / VOCABULARY_FILE
@@ -70,21 +68,6 @@ def write_vocabulary(folder: Path, dataset: Dataset, content: ItemContent | None
             assert dataset.features is not None
             table = table.append_column(LABEL + name, dataset.features.table.column(name))
         write_parquet(path, table)
-
-
-def item_content(
-    config: RunConfig, features: ItemFeatures | None, training_counts: NDArray[np.int64]
-) -> ItemContent | None:
-    """The transform of item features that a model reads, fitted on training; None where it reads none.
-
-    Args:
-        features: of a data set, None where it has none.
-        training_counts: its, (V + 1,).
-    """
-    own = getattr(config.backbone, "item_vector", None)
-    if features is None or MODELS[config.model].content is None or own == "id":
-        return None
-    return ItemContent.fit(features, training_counts, ContentConfig(width=config.backbone.content_width))
 
 
 class Trained(NamedTuple):

@@ -32,6 +32,7 @@ from recbft.config.recbole_yaml import MODELS as RECBOLE_MODELS
 from recbft.config.recbole_yaml import from_recbole, is_recbole, lacking, written
 from recbft.config.yaml_text import parse_setting, place, read_yaml, to_yaml
 from recbft.datasets.config import DataConfig
+from recbft.datasets.content import ContentConfig
 from recbft.datasets.samples import SampleKind
 from recbft.errors import UserError, closest
 from recbft.evaluation.metrics import METRIC, EvaluationConfig, cutoff
@@ -175,6 +176,13 @@ class RunConfig:
     def reads_reliability(self) -> bool:
         """Whether the model looks at the reliability of events."""
         return getattr(self.backbone, "reads_reliability", None) is not None
+
+    @property
+    def content_config(self) -> ContentConfig | None:
+        """How the item features that the model reads become vectors; None where it reads none."""
+        if MODELS[self.model].content is None or getattr(self.backbone, "item_vector", None) == "id":
+            return None
+        return ContentConfig(width=self.backbone.content_width)
 
     @property
     def parts(self) -> dict[str, RunConfig]:

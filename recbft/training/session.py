@@ -28,7 +28,7 @@ from recbft.runs.environment import digits_from
 from recbft.runs.folder import RunFolder
 from recbft.system.torchrun import Process
 from recbft.training.build import Parts
-from recbft.training.bundle import item_content, write_vocabulary
+from recbft.training.bundle import write_vocabulary
 from recbft.training.card import write_card
 from recbft.training.controllers import CROSS_ENTROPY, validation_cross_entropy
 from recbft.training.loop import Row, fit, moment_of
@@ -73,8 +73,7 @@ class Session:
             def take() -> Loaded | None:
                 held.enter_context(self.run.locked())
                 self.run.remove_leftovers()
-                content = item_content(self.config, self.dataset.features, self.dataset.training_counts)
-                write_vocabulary(self.run.checkpoint, self.dataset, content)
+                write_vocabulary(self.run.checkpoint, self.dataset, self.config.content_config)
                 if not self.run.has_checkpoint:
                     return None
                 loaded = checkpoint.load(self.run.checkpoint)

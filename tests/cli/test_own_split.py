@@ -1,4 +1,4 @@
-"""A split and weights of one's own in the commands: train, show, prepare, evaluate and compare."""
+"""A split, weights and reliability of one's own in the commands: train, show, prepare, evaluate and compare."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ SMALL = ["--set", "hidden_size=8", "--set", "max_length=8", "--set", "epochs=1",
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """train.csv, valid.csv and test.csv with times and weights, and all.csv with a column that says the part."""
+    """train.csv, valid.csv and test.csv with times, weights and stars, and all.csv with a column that says the part."""
     folder = tmp_path_factory.mktemp("files")
     rng = np.random.default_rng(0)
     rows = [(f"u{u}", f"i{rng.integers(12)}", 100 * t, rng.choice([0.5, 2])) for u in range(20) for t in range(1, 7)]
     frame = pd.DataFrame(rows, columns=["user_id", "item_id", "when", "value"])
+    frame["stars"] = np.where(frame["when"] == 300, np.nan, frame["when"] / 100)
     frame["part"] = np.where(frame["when"] < 500, "train", np.where(frame["when"] < 600, "valid", "test"))
     for part, own in frame.groupby("part"):
         own.drop(columns="part").to_csv(folder / f"{part}.csv", index=False)
@@ -47,11 +48,13 @@ def test_three_files_train_a_run_that_is_evaluated_and_compared_as_they_say(caps
     assert code == 0 and "given with the data" in out, err
 
 
-def test_show_and_prepare_keep_parts_and_weights(capsys, files, tmp_path):
-    code, shown, err = run(capsys, "data", "show", *of_files(files), "--weight", "value")
+def test_show_and_prepare_keep_parts_weights_and_reliability(capsys, files, tmp_path):
+    numbers = ["--weight", "value", "--reliability", "stars"]
+    code, shown, err = run(capsys, "data", "show", *of_files(files), *numbers)
     assert code == 0, err
+    assert "1 to 6, mean 3.6; 20 events without" in shown
     assert "split: given with the data" in shown and "weights" in shown and "0.5 to 2, mean" in shown
-    words = ["data", "prepare", *of_files(files), "--weight", "value", "--out"]
+    words = ["data", "prepare", *of_files(files), *numbers, "--out"]
     code, _, err = run(capsys, *words, tmp_path / "kept.parquet")
     assert code == 0, err
     _, again, _ = run(capsys, "data", "show", tmp_path / "kept.parquet")
@@ -62,14 +65,21 @@ def test_show_and_prepare_keep_parts_and_weights(capsys, files, tmp_path):
     assert code == 2 and "is the file that is read" in err
 
 
-def test_weights_are_written_for_recbole_and_read_back(capsys, files, tmp_path):
-    words = ["data", "prepare", files / "all.csv", "--time", "when", "--weight", "value", "--to", "recbole", "--out"]
+def test_weights_and_reliability_are_written_for_recbole_and_read_back(capsys, files, tmp_path):
+    numbers = ["--weight", "value", "--reliability", "stars"]
+    words = ["data", "prepare", files / "all.csv", "--time", "when", *numbers, "--to", "recbole", "--out"]
     code, _, err = run(capsys, *words, tmp_path / "atomic")
     assert code == 0, err
     config = next((tmp_path / "atomic").glob("*.yaml"))
-    code, _, err = run(capsys, "train", "--config", config, *SMALL, "--out", tmp_path, "--name", "run", "-q")
-    assert code == 0, err
-    assert json.loads((tmp_path / "run" / "protocol.json").read_text())["config"]["data"]["weight"] == "weight"
+    by_name = ["train", "-d", files / "all.csv", "--time", "when", *numbers]
+    hashes = []
+    for words in (["train", "--config", config], by_name):
+        more = [*SMALL, "--set", "reads_reliability=input", "--out", tmp_path, "--name", f"run{len(hashes)}", "-q"]
+        code, _, err = run(capsys, *words, *more)
+        assert code == 0, err
+        hashes.append(json.loads((tmp_path / more[-2] / "protocol.json").read_text())["content_hash"])
+    data = json.loads((tmp_path / "run0" / "protocol.json").read_text())["config"]["data"]
+    assert data["weight"] == "weight" and data["reliability"] == "reliability" and hashes[0] == hashes[1]
 
 
 def test_half_a_split_is_refused_in_one_line(capsys, files, tmp_path):

@@ -100,6 +100,18 @@ def test_an_item_of_which_nothing_is_known_is_not_known():
     assert made.values[1].tolist() == made.values[4].tolist() != made.values[2].tolist() and not made.values[3].any()
 
 
+def test_a_data_set_fits_it_once_for_each_config_and_split():
+    frame = pd.DataFrame({"user_id": [1] * 5, "item_id": [1, 2, 3, 4, 5], "t": range(5)})
+    items = pd.DataFrame({"item_id": range(1, 6), "x": [1.0, 2.0, 4.0, 8.0, 16.0]})
+    data = Dataset.from_frame(frame, time="t", items=items)
+    once = data.content(WIDE)
+    assert data.content(WIDE) is once and data.content(ContentConfig()) is not once and data.content(None) is None
+    assert once.blocks["x"].arrays["quantiles"].tolist() == [1, 2, 4]
+    later = data.with_split(split="global_time", split_at=2, test_at=3).content(WIDE)
+    assert later.blocks["x"].arrays["quantiles"].tolist() == [1, 2]
+    assert Dataset.from_frame(frame).content(WIDE) is None
+
+
 def test_nothing_of_items_without_training_events_enters():
     features, num = mixed(), 60
     counts = np.r_[0, np.ones(40), np.zeros(20)].astype(np.int64)

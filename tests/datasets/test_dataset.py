@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 
 import numpy as np
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 
 from recbft.datasets import Dataset, Preparation, describe, leave_one_out
 from recbft.datasets.config import DataConfig
+from recbft.datasets.events import Events
+from recbft.datasets.loading import ROLES, CardFile
 from recbft.datasets.statistics import distinct, remarks
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
@@ -332,3 +335,9 @@ def test_a_saved_data_set_that_was_changed_is_read_as_any_other_file(tmp_path):
 def test_what_is_no_table_is_refused(frame):
     with pytest.raises(UserError, match="is not a table; give a pandas data frame"):
         Dataset.from_frame(frame)
+
+
+@pytest.mark.parametrize("made", [Dataset.from_frame, Dataset.load, Events.from_table, DataConfig, CardFile])
+def test_every_role_of_a_column_is_an_argument_a_setting_and_of_a_card(made):
+    assert set(ROLES) <= inspect.signature(made).parameters.keys()
+    assert set(ROLES) - {"split_column"} <= inspect.signature(Dataset.from_frames).parameters.keys()

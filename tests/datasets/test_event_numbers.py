@@ -131,6 +131,7 @@ def test_reliability_follows_its_events_and_may_be_missing(tmp_path):
     dataset = Dataset.from_frame(frame, time="t", reliability="stars")
     np.testing.assert_array_equal(dataset.reliability, [1, 3, np.nan, 5, 4, 2, 5])
     assert dataset.columns["reliability"] == "stars"
+    assert describe(dataset).reliability == "1 to 5, mean 3.333; 1 events without"
     np.testing.assert_array_equal(dataset.split.training_reliability, [1, 3, 4])
     hashes = {Dataset.from_frame(f, time="t", reliability=column).content_hash for f, column in (
         (frame, None), (frame, "stars"), (frame, "w"), (frame.fillna(0), "stars"))}  # fmt: skip
@@ -176,6 +177,11 @@ def test_a_reliability_that_is_none_is_refused_by_its_first_row(values, said):
 def test_text_truth_values_and_nothing_at_all_are_reliabilities(values):
     found = Dataset.from_frame(LOG.assign(w=values), reliability="w").reliability
     np.testing.assert_array_equal(found, pd.to_numeric(pd.Series(values), errors="coerce").astype(float))
+
+
+def test_nothing_is_said_of_numbers_where_all_are_missing():
+    dataset = Dataset.from_frame(LOG.assign(w=[None] * 7), reliability="w")
+    assert (describe(dataset).reliability, describe(dataset).weights) == ("7 events without", None)
 
 
 def test_a_reliability_may_be_the_weight_or_the_time_and_no_id():

@@ -14,7 +14,7 @@ import recbft.recbole
 from recbft.api import Recommender
 from recbft.datasets import Dataset
 from recbft.errors import UserError
-from recbft.training.bundle import item_content, load_trained
+from recbft.training.bundle import load_trained
 from tests.recbole.conftest import rows_of, trainer_of
 from tests.recbole.test_transfer import in_recbole, our_scores, their_scores, trained
 
@@ -66,7 +66,7 @@ def numbers_of(model, data):
 def test_the_content_is_that_of_recbfts_own_reading(named, kinds, films, place):
     model = films(item_features=named)[2]
     data = as_recbft_reads(place, item_kinds=kinds if kinds is not None else {**named, "release_year": "skip"})
-    transform = item_content(model.run, data.features, data.training_counts)
+    transform = data.content(model.run.content_config)
     ours = transform.matrix(data.features).values
     theirs = model.recommender.item_belief
     assert theirs.arm == "belief" and len(ours) == 1683 and not theirs.has_events.all()
@@ -141,7 +141,7 @@ def test_a_missing_number_is_missing_and_none_is_scaled(place, built, at_home):
     (folder / "few.item").write_text("\n".join(lines) + "\n")
     model = built(dataset="few", data_path=str(at_home), item_features=["price", "look"], normalize_all=True)[2]
     data = Dataset.load(folder / "few.inter", time="timestamp", items="auto")
-    transform = item_content(model.run, data.features, data.training_counts)
+    transform = data.content(model.run.content_config)
     theirs = model.recommender.item_belief.content[numbers_of(model, data)]
     np.testing.assert_allclose(theirs, transform.matrix(data.features).values, atol=1e-6)
     assert not theirs[6].any() and theirs[1:6].any(dim=1).all()

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from recbft.api.own_run import TrainedRun
-from recbft.datasets import Dataset, ItemFeatures
+from recbft.datasets import Dataset, ItemContent, ItemFeatures
 from recbft.errors import RunError, UserError
 from recbft.evaluation.evaluate import evaluate
 from recbft.models import Popularity
@@ -25,7 +25,7 @@ from recbft.runs import checkpoint, environment
 from recbft.runs.folder import RunFolder
 from recbft.training import one_run, session
 from recbft.training.build import build_model
-from recbft.training.bundle import load_trained
+from recbft.training.bundle import CONTENT_FOLDER, load_trained
 from recbft.training.many_seeds import train_seeds
 from recbft.training.progress import Silent
 from recbft.training.run_config import load_run_config
@@ -80,6 +80,23 @@ def test_what_is_kept_of_the_weights_is_theirs_whenever_they_are_evaluated(datas
     monkeypatch.setattr(session, "evaluate", watch)
     one_run.train(config(epochs=2), tmp_path / "run", dataset=dataset)
     assert fresh == [True] * 4
+
+
+def test_what_is_known_of_items_is_fitted_once_for_several_seeds_and_kept_with_each(dataset, tmp_path, monkeypatch):
+    columns = pd.DataFrame({"item_id": dataset.item_ids, "group": dataset.item_ids % 7, "price": dataset.item_ids**2.0})
+    described = dataset.with_features(ItemFeatures.from_frame(columns, kinds={"group": "category"}))
+    asked = config(epochs=0, content_width=4)
+    expected = ItemContent.fit(described.features, described.training_counts, asked.content_config)
+    fit, fitted = ItemContent.fit, []
+    monkeypatch.setattr(ItemContent, "fit", lambda *given: fitted.append(given) or fit(*given))
+    paths = [tmp_path / "0", tmp_path / "1"]
+    train_seeds([asked, replace(asked, seed=1)], paths, dataset=described)
+    assert len(fitted) == 1
+    values = expected.matrix(described.features).values
+    for path in paths:
+        kept = ItemContent.load(path / "checkpoint" / CONTENT_FOLDER)
+        np.testing.assert_array_equal(kept.matrix(described.features).values, values)
+        np.testing.assert_array_equal(load_trained(path).model.item_belief.content, values)
 
 
 def test_equal_configs_give_equal_runs_and_seeds_differ(whole, dataset, tmp_path):
