@@ -171,7 +171,7 @@ def test_a_query_reads_the_patterns_alone_with_logits_of_twice_the_product():
         attend = model.first
         assert isinstance(attend, SoftmaxAttention)
         sharp = 2 * (attend.query.weight / 16).T @ attend.key.weight  # what was drawn, without the sharpening
-        queries, which = denoising.draw(patterns(), 32, torch.Generator().manual_seed(1))
+        queries, which = denoising.draw(patterns(), 0.5, 32, torch.Generator().manual_seed(1))
         output, weights = model(queries)
         expected = torch.softmax(queries @ sharp @ patterns().T, dim=-1)
         torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-6)
@@ -184,17 +184,56 @@ def test_an_output_at_its_own_pattern_is_right_and_the_bound_is_the_papers():
     which = torch.arange(16)
     assert denoising.accuracy(patterns(), patterns(), which) == 100
     assert denoising.accuracy(patterns().roll(1, 0), patterns(), which) == 0
-    assert denoising.bound(patterns(), generator) == pytest.approx(58.4, abs=2)
+    assert denoising.bound(patterns(), 0.5, generator) == pytest.approx(58.4, abs=2)
 
 
-def test_denoising_prints_the_published_figures_beside_ours_and_a_verdict(tmp_path, monkeypatch, capsys):
-    for name, value in {"EPOCHS": 2, "CHECKED_EVERY": 2, "BOUND_QUERIES": 1600, "TEST_QUERIES": 64}.items():
+@pytest.mark.parametrize("seed", range(3))
+def test_an_equilibrium_is_a_fixed_point_with_the_gradient_of_repeating_for_ever(seed, monkeypatch):
+    monkeypatch.setattr(denoising, "TOLERANCE", 1e-13)
+    g = torch.Generator().manual_seed(seed)
+    keys, target = (torch.randn(n, 6, generator=g, dtype=torch.float64) for n in (4, 5))
+    values = torch.randn(4, 6, generator=g, dtype=torch.float64, requires_grad=True)
+
+    def f(z):
+        return torch.softmax(0.3 * z @ keys.T, dim=-1) @ values
+
+    found, unrolled = denoising.equilibrium(f, target), target
+    for _ in range(60):
+        unrolled = f(unrolled)
+    torch.testing.assert_close(found, unrolled)
+    of_found, of_unrolled = (torch.autograd.grad((z * target).sum(), values)[0] for z in (found, unrolled))
+    torch.testing.assert_close(of_found, of_unrolled)
+
+
+@pytest.mark.parametrize("case", denoising.equilibrium_cases(0.0, 0.0)[1:], ids=lambda case: case.label)
+def test_small_random_maps_forget_the_query_and_hopfields_keep_it(case):
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model = denoising.Denoiser(case, patterns())
+        queries, which = denoising.draw(patterns(), 0.3, 64, torch.Generator().manual_seed(1))
+        output, _ = model(queries)
+    if case.hopfield:
+        assert denoising.accuracy(output, patterns(), which) > 80  # of 91, the bound
+        expected = torch.softmax(16 * output @ patterns().T, dim=-1) @ patterns()
+        torch.testing.assert_close(output, expected, rtol=1e-3, atol=1e-4)
+    else:
+        torch.testing.assert_close(output, output[:1].expand_as(output), rtol=1e-3, atol=1e-5)
+
+
+def test_denoising_prints_the_published_figures_beside_ours_and_verdicts(tmp_path, monkeypatch, capsys):
+    few = {"epochs": 2, "checked_every": 2}
+    monkeypatch.setattr(denoising, "TASK", denoising.TASK._replace(**few))
+    first = next(iter(denoising.EQUILIBRIA))._replace(**few)
+    monkeypatch.setattr(denoising, "EQUILIBRIA", {first: (78.9, 25.6)})
+    for name, value in {"BOUND_QUERIES": 1600, "TEST_QUERIES": 64}.items():
         monkeypatch.setattr(denoising, name, value)
     assert denoising.main(["--seeds", "0", "--json", str(tmp_path / "one.json")]) == 0
     text, made = capsys.readouterr().out, json.loads((tmp_path / "one.json").read_text())
     assert "rounds 2" in text and "53.3" in text and "bound" in text and "verdict: a second round brings" in text
+    assert "d 16, K 4, sigma 0.5: equilibrium from Hopfield" in text and "verdict: equilibria differ from" in text
     assert made["published"]["rounds 1"] == 41.3
     assert set(made["accuracy"]) == {case.label for case in denoising.CASES if case.brief}
+    assert made["equilibria"]["d 16, K 4, sigma 0.5"]["published"] == [78.9, 25.6]
 
 
 # Histories beyond the trained length
