@@ -6,6 +6,7 @@ What takes minutes of training is a verdict that the commands print.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -28,10 +29,38 @@ from recbft.training.run_config import load_run_config
 def test_published_numbers_of_the_deterministic_experiment_are_ours(tmp_path, capsys, monkeypatch):
     file = tmp_path / "collision.json"
     assert collision.main(["--json", str(file)]) == 0
-    assert "52 of 53 published figures agree to the digits given; 1 corrected, 0 differ" in capsys.readouterr().out
+    assert "53 of 54 published figures agree to the digits given; 1 corrected, 0 differ" in capsys.readouterr().out
     assert all(one["agrees"] for one in json.loads(file.read_text())["figures"])
     monkeypatch.setattr(collision, "NOISE", 0.06)
     assert collision.main([]) == 1 and "differs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.5, 0.92, 0.98])
+def test_writes_written_out_are_the_filters_and_turn_as_the_closed_form_says(overlap):
+    found, trace = collision.written_out(overlap), collision.write(overlap, 1)
+    torch.testing.assert_close(found.gain, trace.gain[0, 0])
+    torch.testing.assert_close(found.margin, collision.margin_by_step(trace))
+    reset = collision.written_out(overlap, "reset")
+    torch.testing.assert_close(reset.margin, collision.margin_by_step(collision.write(overlap, 1, fixed=0.05)))
+    assert reset.angle.max() < 1e-5
+    before = collision.write(overlap, 1, order=collision.schedule(flood=0)).covariance[0, 0] + 0.05 * torch.eye(16)
+    k_A, k_B, *_ = collision.addresses(overlap)
+    across = (k_A - overlap * k_B) / (1 - overlap**2) ** 0.5
+    along, across = (0.05 + (5 * 0.05**2) ** 0.5) / 2, (across @ before @ across).item()
+    cosine = overlap**2 * along + (1 - overlap**2) * across
+    cosine /= (overlap**2 * along**2 + (1 - overlap**2) * across**2) ** 0.5  # (44) of the paper
+    assert math.cos(math.radians(found.angle[collision.BOOSTED])) == pytest.approx(cosine, abs=1e-9)
+    assert collision.next_angle(overlap, 40) == pytest.approx(found.angle[collision.BOOSTED].item(), abs=1e-5)
+
+
+def test_a_diagonal_covariance_cannot_turn_a_write_to_an_axis_and_is_exact_for_keys_on_axes():
+    diagonal, full = (collision.written_out(0.0, kind) for kind in ("diagonal", "full"))
+    torch.testing.assert_close(torch.stack(diagonal), torch.stack(full))
+    rows = {row["covariance"]: row for row in collision.ablation()}
+    assert rows["diagonal"]["angle"] == 0 < rows["diagonal, k_B = e1"]["angle"]
+    for overlap in ("0.92", "0.98"):
+        margins = [rows[kind]["margins"][overlap] for kind in ("full", "diagonal, k_B = e1", "diagonal", "reset")]
+        assert margins == sorted(margins, reverse=True)
 
 
 def test_a_corrected_figure_must_be_the_corrected_one():
