@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.mechanisms import collision, denoising, extrapolation, mqar, random_keys
+from benchmarks.mechanisms import collision, denoising, extrapolation, mqar, random_keys, reweighting
 from benchmarks.mechanisms.collision import Figure, figure_table
 from benchmarks.mechanisms.mqar import SIZES, Shape, draw
 from benchmarks.mechanisms.recall import MEMORIES, Collisions, Training, train_and_test
@@ -263,6 +263,37 @@ def test_denoising_prints_the_published_figures_beside_ours_and_verdicts(tmp_pat
     assert made["published"]["rounds 1"] == 41.3
     assert set(made["accuracy"]) == {case.label for case in denoising.CASES if case.brief}
     assert made["equilibria"]["d 16, K 4, sigma 0.5"]["published"] == [78.9, 25.6]
+
+
+# A filter that is asked again
+
+
+def test_histories_are_of_the_model_that_the_kalman_filter_is_best_for():
+    state, seen = reweighting.histories(300, 0.0)
+    assert reweighting.error(seen, state) == pytest.approx(0.5**0.5, rel=0.02)
+    assert state[:, -1].abs().square().mean().item() == pytest.approx(0.25, rel=0.1)
+    variance = 0.25
+    for _ in range(200):  # to the steady state of Riccati's equation
+        predicted = variance * math.exp(-0.1) + 0.25 * (1 - math.exp(-0.1))
+        variance = predicted * 0.5 / (predicted + 0.5)
+    assert reweighting.error(reweighting.kalman(seen), state) == pytest.approx(variance**0.5, rel=0.03)
+    _, wild = reweighting.histories(300, 0.2)
+    assert (wild - state).abs().square().mean().item() == pytest.approx(0.5 * (0.8 + 0.2 * 36), rel=0.05)
+
+
+def test_steps_of_reweighting_are_the_query_or_all_of_the_next(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(reweighting, "LENGTH", 20)
+    _, seen = reweighting.histories(4, 0.2)
+    first, second = reweighting.reweighted(seen, 0.5, 2, stacked=False)
+    both = reweighting.reweighted(seen, 0.5, 2, stacked=True)
+    torch.testing.assert_close(both[0], first)
+    torch.testing.assert_close(both[1], reweighting.reweighted(first, 0.5, 1, stacked=True)[0])
+    assert not torch.allclose(second, both[1])
+    assert reweighting.main(["--histories", "40", "--json", str(tmp_path / "one.json")]) == 0
+    assert "step 10" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "one.json").read_text())["reweighting"]
+    heavy = [row["errors"] for row in rows if row["outliers"] == 0.2 and row["dof"] == 0.5]
+    assert all(errors["10"] < errors["1"] for errors in heavy)
 
 
 # Histories beyond the trained length
