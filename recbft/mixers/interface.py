@@ -82,12 +82,14 @@ class Mixer(TrainedPart, abc.ABC):
     its observations have a precision, which the Kalman update needs. ``takes_only`` says that ``forward`` accepts
     ``only``: tokens, counted through the rows, whose observation, (N, D), is all that is wanted, as of each history's
     last in evaluation. ``n_heads`` and ``by_coordinate`` (a weight per coordinate, not per head) give the shape of
-    ``attention``; ``mixes_heads`` says that an output map follows the heads. Of what constructors are told,
-    ``output_projection`` asks for that map, ``gives_precision`` for a precision, and ``lam_max`` is the largest one.
+    ``attention``; ``mixes_heads`` says that an output map follows the heads. ``complex_maps`` names linear maps whose
+    outputs are complex, two rows each. Of what constructors are told, ``output_projection`` asks for the output map,
+    ``gives_precision`` for a precision, and ``lam_max`` is the largest one.
     """
 
     gives_precision: bool = False
     takes_only: bool = False
+    complex_maps: tuple[str, ...] = ()
     n_heads: int = 1
     by_coordinate: bool = False
     mixes_heads: bool = False

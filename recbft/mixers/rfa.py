@@ -82,6 +82,7 @@ class RobustFilterAttention(Mixer):
     """
 
     groups: Mapping[str, Group] = {"sde": "dynamics", "precision": "precision"}
+    complex_maps = ("query", "key", "value")
     read: nn.Parameter  # where there is no output map
 
     def __init__(

@@ -33,7 +33,7 @@ from recbft.datasets.batches import Batch
 from recbft.errors import UserError
 from recbft.kernels.dropout import Dropout
 from recbft.kernels.layer_norm import LayerNorm
-from recbft.mixers.interface import DECAY_KEPT, Group, take_penalties
+from recbft.mixers.interface import DECAY_KEPT, Group, Mixer, take_penalties
 from recbft.models.block import Block
 from recbft.models.contract import ItemTable, TrainableModel, UserStates
 from recbft.models.feed_forward import FeedForward
@@ -419,13 +419,16 @@ class Backbone(TrainableModel):
     def _initialise(self, seed: int) -> None:
         """Normal weights, zero biases; one generator for what arms share, another for the precision channel.
 
-        With ``xavier`` the same numbers are drawn, and those of linear maps are scaled.
+        With ``xavier`` the same numbers are drawn, and those of linear maps are scaled. A complex output counts once
+        and its parts share the variance: the Rayleigh start of Robust Filter Attention (paper), appendix D.2.
         """
         shared, own = (torch.Generator().manual_seed(2 * seed + part) for part in (0, 1))
         # These start where they say, and draw nothing that arms share.
         rules = {"reliability_", *(f"blocks.{number}.update." for number in range(len(self.blocks)))}
         groups = self.optimiser_groups()
         linear = {f"{path}.weight" for path, part in self.named_modules() if isinstance(part, nn.Linear)}
+        mixers = ((path, part) for path, part in self.named_modules() if isinstance(part, Mixer))
+        in_pairs = {f"{path}.{name}.weight" for path, mixer in mixers for name in mixer.complex_maps}
         for name, parameter in self.named_parameters():
             if any(name.startswith(rule) for rule in rules):
                 continue
@@ -433,7 +436,8 @@ class Backbone(TrainableModel):
             if parameter.dim() == 2:
                 std = self.config.initializer_range
                 if self.config.linear_init == "xavier" and generator is shared and name in linear:
-                    std = math.sqrt(2 / sum(parameter.shape))
+                    outputs, inputs = parameter.shape
+                    std = math.sqrt(1 / (outputs / 2 + inputs) if name in in_pairs else 2 / (outputs + inputs))
                 nn.init.normal_(parameter, std=std, generator=generator)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)

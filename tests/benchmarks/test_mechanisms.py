@@ -6,6 +6,7 @@ What takes minutes of training is a verdict that the commands print.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.mechanisms import collision, denoising, extrapolation, mqar, random_keys
+from benchmarks.mechanisms import collision, denoising, extrapolation, mqar, random_keys, reweighting
 from benchmarks.mechanisms.collision import Figure, figure_table
 from benchmarks.mechanisms.mqar import SIZES, Shape, draw
 from benchmarks.mechanisms.recall import MEMORIES, Collisions, Training, train_and_test
@@ -28,10 +29,38 @@ from recbft.training.run_config import load_run_config
 def test_published_numbers_of_the_deterministic_experiment_are_ours(tmp_path, capsys, monkeypatch):
     file = tmp_path / "collision.json"
     assert collision.main(["--json", str(file)]) == 0
-    assert "52 of 53 published figures agree to the digits given; 1 corrected, 0 differ" in capsys.readouterr().out
+    assert "53 of 54 published figures agree to the digits given; 1 corrected, 0 differ" in capsys.readouterr().out
     assert all(one["agrees"] for one in json.loads(file.read_text())["figures"])
     monkeypatch.setattr(collision, "NOISE", 0.06)
     assert collision.main([]) == 1 and "differs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.5, 0.92, 0.98])
+def test_writes_written_out_are_the_filters_and_turn_as_the_closed_form_says(overlap):
+    found, trace = collision.written_out(overlap), collision.write(overlap, 1)
+    torch.testing.assert_close(found.gain, trace.gain[0, 0])
+    torch.testing.assert_close(found.margin, collision.margin_by_step(trace))
+    reset = collision.written_out(overlap, "reset")
+    torch.testing.assert_close(reset.margin, collision.margin_by_step(collision.write(overlap, 1, fixed=0.05)))
+    assert reset.angle.max() < 1e-5
+    before = collision.write(overlap, 1, order=collision.schedule(flood=0)).covariance[0, 0] + 0.05 * torch.eye(16)
+    k_A, k_B, *_ = collision.addresses(overlap)
+    across = (k_A - overlap * k_B) / (1 - overlap**2) ** 0.5
+    along, across = (0.05 + (5 * 0.05**2) ** 0.5) / 2, (across @ before @ across).item()
+    cosine = overlap**2 * along + (1 - overlap**2) * across
+    cosine /= (overlap**2 * along**2 + (1 - overlap**2) * across**2) ** 0.5  # (44) of the paper
+    assert math.cos(math.radians(found.angle[collision.BOOSTED])) == pytest.approx(cosine, abs=1e-9)
+    assert collision.next_angle(overlap, 40) == pytest.approx(found.angle[collision.BOOSTED].item(), abs=1e-5)
+
+
+def test_a_diagonal_covariance_cannot_turn_a_write_to_an_axis_and_is_exact_for_keys_on_axes():
+    diagonal, full = (collision.written_out(0.0, kind) for kind in ("diagonal", "full"))
+    torch.testing.assert_close(torch.stack(diagonal), torch.stack(full))
+    rows = {row["covariance"]: row for row in collision.ablation()}
+    assert rows["diagonal"]["angle"] == 0 < rows["diagonal, k_B = e1"]["angle"]
+    for overlap in ("0.92", "0.98"):
+        margins = [rows[kind]["margins"][overlap] for kind in ("full", "diagonal, k_B = e1", "diagonal", "reset")]
+        assert margins == sorted(margins, reverse=True)
 
 
 def test_a_corrected_figure_must_be_the_corrected_one():
@@ -171,7 +200,7 @@ def test_a_query_reads_the_patterns_alone_with_logits_of_twice_the_product():
         attend = model.first
         assert isinstance(attend, SoftmaxAttention)
         sharp = 2 * (attend.query.weight / 16).T @ attend.key.weight  # what was drawn, without the sharpening
-        queries, which = denoising.draw(patterns(), 32, torch.Generator().manual_seed(1))
+        queries, which = denoising.draw(patterns(), 0.5, 32, torch.Generator().manual_seed(1))
         output, weights = model(queries)
         expected = torch.softmax(queries @ sharp @ patterns().T, dim=-1)
         torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-6)
@@ -184,17 +213,87 @@ def test_an_output_at_its_own_pattern_is_right_and_the_bound_is_the_papers():
     which = torch.arange(16)
     assert denoising.accuracy(patterns(), patterns(), which) == 100
     assert denoising.accuracy(patterns().roll(1, 0), patterns(), which) == 0
-    assert denoising.bound(patterns(), generator) == pytest.approx(58.4, abs=2)
+    assert denoising.bound(patterns(), 0.5, generator) == pytest.approx(58.4, abs=2)
 
 
-def test_denoising_prints_the_published_figures_beside_ours_and_a_verdict(tmp_path, monkeypatch, capsys):
-    for name, value in {"EPOCHS": 2, "CHECKED_EVERY": 2, "BOUND_QUERIES": 1600, "TEST_QUERIES": 64}.items():
+@pytest.mark.parametrize("seed", range(3))
+def test_an_equilibrium_is_a_fixed_point_with_the_gradient_of_repeating_for_ever(seed, monkeypatch):
+    monkeypatch.setattr(denoising, "TOLERANCE", 1e-13)
+    g = torch.Generator().manual_seed(seed)
+    keys, target = (torch.randn(n, 6, generator=g, dtype=torch.float64) for n in (4, 5))
+    values = torch.randn(4, 6, generator=g, dtype=torch.float64, requires_grad=True)
+
+    def f(z):
+        return torch.softmax(0.3 * z @ keys.T, dim=-1) @ values
+
+    found, unrolled = denoising.equilibrium(f, target), target
+    for _ in range(60):
+        unrolled = f(unrolled)
+    torch.testing.assert_close(found, unrolled)
+    of_found, of_unrolled = (torch.autograd.grad((z * target).sum(), values)[0] for z in (found, unrolled))
+    torch.testing.assert_close(of_found, of_unrolled)
+
+
+@pytest.mark.parametrize("case", denoising.equilibrium_cases(0.0, 0.0)[1:], ids=lambda case: case.label)
+def test_small_random_maps_forget_the_query_and_hopfields_keep_it(case):
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model = denoising.Denoiser(case, patterns())
+        queries, which = denoising.draw(patterns(), 0.3, 64, torch.Generator().manual_seed(1))
+        output, _ = model(queries)
+    if case.hopfield:
+        assert denoising.accuracy(output, patterns(), which) > 80  # of 91, the bound
+        expected = torch.softmax(16 * output @ patterns().T, dim=-1) @ patterns()
+        torch.testing.assert_close(output, expected, rtol=1e-3, atol=1e-4)
+    else:
+        torch.testing.assert_close(output, output[:1].expand_as(output), rtol=1e-3, atol=1e-5)
+
+
+def test_denoising_prints_the_published_figures_beside_ours_and_verdicts(tmp_path, monkeypatch, capsys):
+    few = {"epochs": 2, "checked_every": 2}
+    monkeypatch.setattr(denoising, "TASK", denoising.TASK._replace(**few))
+    first = next(iter(denoising.EQUILIBRIA))._replace(**few)
+    monkeypatch.setattr(denoising, "EQUILIBRIA", {first: (78.9, 25.6)})
+    for name, value in {"BOUND_QUERIES": 1600, "TEST_QUERIES": 64}.items():
         monkeypatch.setattr(denoising, name, value)
     assert denoising.main(["--seeds", "0", "--json", str(tmp_path / "one.json")]) == 0
     text, made = capsys.readouterr().out, json.loads((tmp_path / "one.json").read_text())
     assert "rounds 2" in text and "53.3" in text and "bound" in text and "verdict: a second round brings" in text
+    assert "d 16, K 4, sigma 0.5: equilibrium from Hopfield" in text and "verdict: equilibria differ from" in text
     assert made["published"]["rounds 1"] == 41.3
     assert set(made["accuracy"]) == {case.label for case in denoising.CASES if case.brief}
+    assert made["equilibria"]["d 16, K 4, sigma 0.5"]["published"] == [78.9, 25.6]
+
+
+# A filter that is asked again
+
+
+def test_histories_are_of_the_model_that_the_kalman_filter_is_best_for():
+    state, seen = reweighting.histories(300, 0.0)
+    assert reweighting.error(seen, state) == pytest.approx(0.5**0.5, rel=0.02)
+    assert state[:, -1].abs().square().mean().item() == pytest.approx(0.25, rel=0.1)
+    variance = 0.25
+    for _ in range(200):  # to the steady state of Riccati's equation
+        predicted = variance * math.exp(-0.1) + 0.25 * (1 - math.exp(-0.1))
+        variance = predicted * 0.5 / (predicted + 0.5)
+    assert reweighting.error(reweighting.kalman(seen), state) == pytest.approx(variance**0.5, rel=0.03)
+    _, wild = reweighting.histories(300, 0.2)
+    assert (wild - state).abs().square().mean().item() == pytest.approx(0.5 * (0.8 + 0.2 * 36), rel=0.05)
+
+
+def test_steps_of_reweighting_are_the_query_or_all_of_the_next(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(reweighting, "LENGTH", 20)
+    _, seen = reweighting.histories(4, 0.2)
+    first, second = reweighting.reweighted(seen, 0.5, 2, stacked=False)
+    both = reweighting.reweighted(seen, 0.5, 2, stacked=True)
+    torch.testing.assert_close(both[0], first)
+    torch.testing.assert_close(both[1], reweighting.reweighted(first, 0.5, 1, stacked=True)[0])
+    assert not torch.allclose(second, both[1])
+    assert reweighting.main(["--histories", "40", "--json", str(tmp_path / "one.json")]) == 0
+    assert "step 10" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "one.json").read_text())["reweighting"]
+    heavy = [row["errors"] for row in rows if row["outliers"] == 0.2 and row["dof"] == 0.5]
+    assert all(errors["10"] < errors["1"] for errors in heavy)
 
 
 # Histories beyond the trained length

@@ -5,6 +5,7 @@ from __future__ import annotations
 import cmath
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -313,6 +314,46 @@ def test_a_trajectory_without_noise_is_its_own_estimate():
     torch.testing.assert_close(value, state)
     precision = 1 / residual_variance(t, Dynamics(*(x[0] for x in d)))
     torch.testing.assert_close(evidence[0, 0], precision.cumsum(0))
+
+
+@pytest.mark.parametrize(("dof", "seed"), [(1.0, 0), (1.0, 1), (8.0, 2), (8.0, 3)])
+def test_asking_again_with_the_estimate_is_iteratively_reweighted_least_squares(dof, seed):
+    z = randoms(1, 1, 6, 2, seed=seed)
+    z[0, 0, 4] *= 20  # an outlier
+    d = head(dof=dof)
+    lag = torch.arange(6.0).double()[:, None] - torch.arange(6.0).double()
+    carried = torch.exp((-0.1 + 1j * d.frequency) * lag[..., None]) * z  # (1, 6, 6, 2)
+    P = 1 / (0.3 * (1 - torch.exp(-0.2 * lag)) + 0.5 * torch.exp(-0.2 * lag) + 0.2)
+    read, kappa = torch.ones(6, 6).double().tril(), (dof + 2) / 2
+
+    def distances(x):
+        return P * (x[:, 0, :, None] - carried).abs().square().sum(-1)
+
+    def misfit(x):  # what has the weights (1 + d2 / nu)^-kappa as its derivative in d2
+        return (read * dof / (1 - kappa) * ((1 + distances(x) / dof) ** (1 - kappa) - 1)).sum(-1)
+
+    x = z.requires_grad_()
+    start = torch.autograd.grad(misfit(x).sum(), x)[0].norm()
+    with torch.no_grad():
+        for _ in range(80):
+            share = read * P * (1 + distances(x) / dof) ** -kappa
+            expected = (share[..., None] * carried).sum(2) / share.sum(2, keepdim=True)
+            before, x = x, filtered(x, z, z, *told(6, d))[0]
+            torch.testing.assert_close(x[:, 0], expected)
+            assert (misfit(x) <= misfit(before) + 1e-12).all()
+    x.requires_grad_()
+    assert torch.autograd.grad(misfit(x).sum(), x)[0].norm() < 1e-3 * start
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.05, 1.5])
+def test_the_variance_is_the_integral_of_what_the_process_adds_and_the_decay_takes(decay, rate=0.7):
+    nodes, weights = (torch.from_numpy(x) for x in np.polynomial.legendre.leggauss(40))
+    for elapsed in (0.0, 0.3, 4.0, 9.0):
+        s = elapsed * (nodes + 1) / 2
+        added = elapsed / 2 * (weights * rate * torch.exp(-2 * decay * (elapsed - s))).sum()
+        d = head(decay=decay, process=rate / (2 * decay) if decay else rate)
+        found = residual_variance(torch.tensor([elapsed]).double(), d)
+        torch.testing.assert_close(found[0], added + 0.5 * math.exp(-2 * decay * elapsed) + 0.2)
 
 
 def unit_norm(x):

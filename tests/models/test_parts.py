@@ -161,6 +161,20 @@ def test_linear_maps_can_start_with_the_variance_of_xavier_from_the_same_draws(l
             assert torch.equal(one, other), name
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_xavier_starts_complex_maps_with_rayleigh_magnitudes_and_any_phase(lab, seed):
+    model = lab.build("matched", mixer="sc_rfa", hidden_size=64, linear_init="xavier", seed=seed)
+    scale = (1 / (64 + 64)) ** 0.5  # of the paper's appendix D.2, by inputs and complex outputs
+    for part in (model.blocks[0].mixer.query, model.blocks[1].mixer.key, model.blocks[1].mixer.value):
+        weight = torch.view_as_complex(part.weight.detach().unflatten(0, (-1, 2)).movedim(1, -1).contiguous())
+        assert weight.shape == (64, 64)
+        for quantile in (0.1, 0.5, 0.9):
+            within = (weight.abs() <= scale * math.sqrt(-2 * math.log(1 - quantile))).double().mean().item()
+            assert within == pytest.approx(quantile, abs=0.03)
+        for harmonic in (1, 2, 4):
+            assert torch.exp(1j * harmonic * weight.angle()).mean().abs() < 0.06
+
+
 def test_process_noise_and_recency_decay_start_where_they_are_told_to(lab):
     model = lab.build("bft", core={"process_noise_start": -4.0}, recency_start=0.7)
     assert (model.blocks[0].precision.noise_logits == -4).all()
