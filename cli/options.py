@@ -62,7 +62,7 @@ Reliability = Annotated[
     typer.Option(
         "--reliability",
         metavar="COLUMN",
-        help="Number per event, or none, that says how far to trust it; --set reads_reliability=input reads it.",
+        help="Number per event, or none: how far to trust it, as read by reads_reliability precision or input.",
     ),
 ]
 SplitColumn = Annotated[

@@ -173,6 +173,8 @@ def _train(config: RunConfig, out: Path, name: str | None, overwrite: bool, quie
     if not quiet:
         for remark in remarks(dataset):
             say(remark, err=True)
+        if config.data.reliability is not None and not config.reads_reliability:
+            say("reliability is not read: add --set reads_reliability=input, or =precision in arm bft", err=True)
     path = out / (name or run_name(config, dataset.name))
     progress = listener(not quiet, config.training.valid_metric, opening=f"training into {path}")
     return train(config, path, dataset=dataset, progress=progress, overwrite=overwrite)

@@ -125,8 +125,8 @@ def build_model(config: RunConfig, dataset: Dataset, device: torch.device = CPU)
         if known is None:
             raise UserError(
                 f"backbone.reads_reliability is {config.backbone.reads_reliability!r}, but data set {dataset.name!r} "
-                "has no reliability; name its column as data.reliability, in Python as reliability in "
-                "Dataset.from_frame or Dataset.load"
+                "has no reliability; name its column as data.reliability, in a shell by --reliability, in Python as "
+                "reliability in Dataset.from_frame or Dataset.load"
             )
         model.fit_reliability(known)
     # Making modules draws random numbers, more in one arm than in another: begin anew, so that arms share dropout.

@@ -105,6 +105,6 @@ def test_a_loaded_run_evaluates_explains_and_gives_vectors_as_before(fitted, rat
 
 def test_data_without_reliability_are_refused_where_a_model_reads_it(dataset):
     with pytest.raises(
-        UserError, match=r"has no reliability; name its column as data.reliability, in Python as reliab"
+        UserError, match=r"has no reliability; name its column as data.reliability, in a shell by --rel"
     ):
         Recommender("sasrec", **READS).fit(dataset)

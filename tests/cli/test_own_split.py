@@ -82,6 +82,13 @@ def test_weights_and_reliability_are_written_for_recbole_and_read_back(capsys, f
     assert data["weight"] == "weight" and data["reliability"] == "reliability" and hashes[0] == hashes[1]
 
 
+def test_training_says_where_reliability_is_not_read(capsys, files, tmp_path):
+    words = ["train", "-d", files / "all.csv", "--time", "when", "--reliability", "stars", *SMALL, "--set", "epochs=0"]
+    for name, more, said in (("a", (), True), ("b", ("--set", "reads_reliability=precision"), False)):
+        code, _, err = run(capsys, *words, *more, "--out", tmp_path, "--name", name)
+        assert code == 0 and ("reliability is not read" in err) == said, err
+
+
 def test_half_a_split_is_refused_in_one_line(capsys, files, tmp_path):
     words = ["train", "-d", files / "train.csv", "--out", tmp_path]
     code, _, err = run(capsys, *words, "--test", files / "test.csv")
