@@ -29,8 +29,9 @@ held against the head's gain, over users, once more with the number of keys held
                     levels: list of {reliability, num_items, mean}}: tau before the first layer, over the items seen in
                     training; bins are means over items; at_floor, at_cap: shares of the items at either end of the
                     range, where the clamp lets no gradient through
-    item_belief     {kappa, bins}: bins are means over items of kappa / (c + kappa), the share that content still has in
-                    an item's vector after c training events; None where items are known by number alone
+    item_belief     {kappa, bins, weights}: means over items of kappa / (c + kappa), the share that content still has in
+                    an item's vector after c training events, and of w(c), by which alike content counts in scores (or
+                    None); None where items are known by number alone
     user_reliability  {rho, p, num_users, levels: list of {reliability, num_users, mean}}: posterior precision of users
                     against the planted reliability
 
@@ -112,7 +113,7 @@ def mechanism(
                 for number, layer in enumerate(layers, start=1)
             ],
             "initial_precision": _initial(model, counts, bins, reliability),
-            "item_belief": _prior_share(model, bins),
+            "item_belief": _of_content(model, bins),
             "user_reliability": _by_user(posterior, planted, view.user),
         }
 
@@ -344,16 +345,20 @@ def _initial(
     }
 
 
-def _prior_share(model: SequenceModel, bins: Strata) -> dict[str, Any] | None:
-    """What is left of content in the items' vectors, by how often they occur."""
+def _of_content(model: SequenceModel, bins: Strata) -> dict[str, Any] | None:
+    """What content is worth in the items' vectors and scores, by how often they occur."""
     belief = getattr(model, "item_belief", None)
     if belief is None or belief.kappa_logit is None:
         return None
-    share = belief.prior_share(belief.counts[1:]).double().cpu().numpy()
-    size = len(bins.names)
-    in_bin = np.bincount(bins.member, minlength=size)
-    by_bin = ratio(np.bincount(bins.member, weights=share, minlength=size), in_bin)
-    return {"kappa": belief.kappa.item(), "bins": plain(by_bin)}
+    in_bin = np.bincount(bins.member, minlength=len(bins.names))
+
+    def means(of_items: Tensor) -> list[Any]:
+        values = of_items.detach().double().cpu().numpy()
+        return plain(ratio(np.bincount(bins.member, weights=values, minlength=len(in_bin)), in_bin))
+
+    counts = belief.counts[1:]
+    weights = None if belief.base_weight is None else means(belief.weights(counts))
+    return {"kappa": belief.kappa.item(), "bins": means(belief.prior_share(counts)), "weights": weights}
 
 
 def _by_user(posterior: list[Tensor], planted: PlantedReliability | None, users: IntArray) -> dict[str, Any] | None:

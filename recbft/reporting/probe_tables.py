@@ -19,6 +19,7 @@ from recbft.reporting.tables import Cell, Column, Table, p_equals, signed, text
 
 Parts = Mapping[str, Mapping[int, Mapping[str, Any]]]  # arm -> seed -> one part of probe.json
 _WAYS = {"before": "as trained", "after": "fitted"}
+OF_CONTENT = {"bins": "share of content", "weights": "weight of alike content"}  # keys of ``item_belief``
 _LEARNED = {"temperature": "a", "shrinkage": "nu"}  # what is learned, by ``core.read_out``
 
 
@@ -134,12 +135,18 @@ def _frequency_table(parts: Parts) -> Table | None:
         if ones[0]["initial_precision"] is not None:
             initial = [one["initial_precision"] for one in ones]
             rows.append([arm, "items", "initial precision", *_by_bin(initial, bins, alone)])
+        for key, quantity in OF_CONTENT.items():
+            known = [found[key] for one in ones if (found := one.get("item_belief")) and found.get(key)]
+            if known:
+                plain = [{"bins": values, "rho": None, "p": None} for values in known]
+                rows.append([arm, "items", quantity, *_by_bin(plain, bins, alone)])
         for number, layer in enumerate(ones[0]["layers"]):
             for quantity in layer["quantities"]:
                 found = [one["layers"][number]["quantities"][quantity] for one in ones]
                 rows.append([arm, f"layer {layer['layer']}", _spelt(quantity), *_by_bin(found, bins, alone)])
     if not rows:
         return None
+    has_content = any(row[2] in OF_CONTENT.values() for row in rows)
     counts = ", ".join(f"{row['name']} {row['counts']}" for row in bins if row["name"] != "mask")
     mask = "; mask: the token that stands for the item asked for" if any(row["name"] == "mask" for row in bins) else ""
     return probe_table(
@@ -150,7 +157,9 @@ def _frequency_table(parts: Parts) -> Table | None:
         f"of their items: {counts}{mask}. rho: Spearman's correlation with that count, over items"
         f"{'' if alone else '; p < 0.05: seeds in which its p is below 0.05'}. Gain: the share of what attention found "
         "that a position takes up. Effective sample size: how many tokens the attention weights amount to. Jacobian: "
-        "how strongly the feed-forward network passes a change on (used: what stands for it in the precision).",
+        "how strongly the feed-forward network passes a change on (used: what stands for it in the precision)."
+        + (" Share of content: how much of an item's vector is still its content. Weight of alike content: how much a "
+           "score counts that an item's content is like the history's." if has_content else ""),
         columns=[Column("layer"), Column("quantity"),
                  *(Column(row["name"], "short", "phone" if n in (0, len(bins) - 1) else "terminal")
                    for n, row in enumerate(bins)),

@@ -242,8 +242,13 @@ def test_what_is_left_of_content_in_a_vector_is_a_mean_over_the_items_of_a_bin(l
     report, counts = mechanism(model, dataset, quantiles=BINS), dataset.training_counts[1:]
     kappa = model.item_belief.kappa.item()
     share, bins = kappa / (counts + kappa), item_frequency(counts, counts, quantiles=BINS, new_apart=False)
-    means = [share[bins.users(stratum)].mean() for stratum in range(len(bins.names))]
-    assert report["item_belief"] == {"kappa": pytest.approx(kappa), "bins": pytest.approx(means)}
+    weight = model.item_belief.weights(model.item_belief.counts[1:]).detach().numpy()
+    means, weights = (
+        [values[bins.users(stratum)].mean() for stratum in range(len(bins.names))] for values in (share, weight)
+    )
+    assert report["item_belief"] == {
+        "kappa": pytest.approx(kappa), "bins": pytest.approx(means), "weights": pytest.approx(weights),
+    }  # fmt: skip
     assert report["initial_precision"]["num_items"] == (counts > 0).sum()
     for vector in ("additive", "id"):
         other = lab.make_model(dataset, content=content, item_vector=vector)

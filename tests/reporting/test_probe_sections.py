@@ -184,12 +184,15 @@ def test_confidences_and_probabilities_are_shown_as_means_with_intervals_over_th
 
 
 def test_how_far_events_have_moved_items_from_their_content_is_drawn_where_items_have_some(copied, monkeypatch):
-    belief = {"kappa": 2.0, "bins": [0.9, 0.7, 0.5, None, 0.1]}
+    belief = {"kappa": 2.0, "bins": [0.9, 0.7, 0.5, None, 0.1], "weights": [4.0, 3.0, 2.0, None, 1.0]}
     probe = changed_probe(copied, "bft-seed0", lambda probe: probe["mechanism"].update(item_belief=belief))
     drawn = watched_lines(monkeypatch)
     section = mechanism_section({"bft": {0: probe}}, draw=True)
     assert drawn["item belief by frequency"][0] == {"bft": ([0, 1, 2, 4], [0.9, 0.7, 0.5, 0.1])}
     assert section.plots[-1].name == "mechanism-item-belief"
+    rows = {row[2]: list(row[3:8]) for row in section.tables[0].rows if row[1] == "items"}
+    assert rows["share of content"] == belief["bins"] and rows["weight of alike content"] == belief["weights"]
+    assert "Weight of alike content" in section.tables[0].caption
 
 
 def test_curves_of_probes_are_means_by_frequency_and_one_probe_s_risk_and_reliability(comparison, trained, monkeypatch):
