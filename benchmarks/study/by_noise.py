@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.study.choose import difference, interval, percent
+from benchmarks.study.choose import difference, percent_and_interval
 from benchmarks.study.ledger import KEY, arms_of, check_alike, extended, line, opened
 from recbft.comparing.finished_runs import Run, own_settings, read_run
 from recbft.config.fields import to_dict
@@ -116,7 +116,7 @@ def _lead(own: pd.DataFrame | None, base: pd.DataFrame) -> str:
         return "" if own is None else f"{own[NDCG].mean():.4f}"
     if not lead.mean_baseline:
         return f"{lead.difference:+.4f}, p {p_text(lead.p_t)}"
-    return f"{percent(lead)} ({interval(lead)}), p {p_text(lead.p_t)}"
+    return f"{percent_and_interval(lead)}, p {p_text(lead.p_t)}"
 
 
 def _order(group: tuple[Sequence[str], Any]) -> tuple[str, str, float, str]:

@@ -89,10 +89,10 @@ def percent(found: SeedComparison) -> str:
     return "" if found.relative is None else f"{100 * found.relative:+.1f} %"
 
 
-def interval(found: SeedComparison) -> str:
-    """The 95 % interval of a difference in percent of the baseline, which is not 0."""
+def percent_and_interval(found: SeedComparison) -> str:
+    """A difference in percent of the baseline, which is not 0, with its 95 % interval."""
     low, high = (f"{100 * end / found.mean_baseline:+.1f}" for end in found.interval)
-    return f"{low} to {high}"
+    return f"{percent(found)} ({low} to {high})"
 
 
 def relative_and_p(found: SeedComparison) -> str:

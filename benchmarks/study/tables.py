@@ -26,7 +26,7 @@ from benchmarks.command import finish, parser
 from benchmarks.language import perplexity
 from benchmarks.study import by_noise, read_out
 from benchmarks.study.by_noise import NDCG
-from benchmarks.study.choose import difference, interval, percent
+from benchmarks.study.choose import difference, percent, percent_and_interval
 from benchmarks.study.ledger import arms_of, check_alike, read
 from benchmarks.study.overview import ITEMS, PUBLISHED, VALIDATION, Arms, comparisons
 from recbft.errors import UserError, did_you_mean
@@ -131,7 +131,7 @@ def gains(reports: Path) -> str:
             *_named(key),
             str(lead.num_seeds),
             *_means(lead),
-            f"{percent(lead)} ({interval(lead)})",
+            percent_and_interval(lead),
             p_text(lead.p_t),
             p_text(p),
             _bold(_lead(arms, "bft", DECAY, VALIDATION)),
@@ -170,7 +170,7 @@ def against(reports: Path, file: str, metric: str = NDCG, baseline: str = DECAY)
     rows = [
         [*shown, "", "", "", ""]
         if lead is None
-        else [*shown, f"{percent(lead)} ({interval(lead)})", p_text(lead.p_t), p_text(next(adjusted)), chosen]
+        else [*shown, percent_and_interval(lead), p_text(lead.p_t), p_text(next(adjusted)), chosen]
         for shown, lead, chosen in lines
     ]
     head = ["model", "data", "arm", "seeds", "NDCG@10", "difference (95 % interval)", "p", "Holm p"]
@@ -194,8 +194,7 @@ def checks(reports: Path) -> str:
     rows = []
     for one in CHECKS:
         test = _pooled(reports, one, NDCG)
-        lead = f"{percent(test)} ({interval(test)})"
-        rows.append([NAMES[one.model], one.text, str(test.num_seeds), lead, p_text(test.p_t)])
+        rows.append([NAMES[one.model], one.text, str(test.num_seeds), percent_and_interval(test), p_text(test.p_t)])
     return markdown_table(["model", "what changes", "pairs", "difference (95 % interval)", "p"], rows)
 
 

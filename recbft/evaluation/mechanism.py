@@ -327,8 +327,6 @@ def _initial(
     tau = item_precision(items, weight[items])[0, :, 0].double().cpu().numpy()
     tau = np.where(counts > 0, tau, np.nan)  # an item never seen in training has learned nothing
     found, planted, seen = spearman(counts, tau), spearman(reliability, tau), ~np.isnan(tau)
-    size = len(bins.names)
-    in_bin = np.bincount(bins.member[seen], minlength=size)
     return {
         "mean": mean(tau[seen]),
         "min": float(tau[seen].min()) if seen.any() else None,
@@ -336,7 +334,7 @@ def _initial(
         "num_items": int(seen.sum()),
         "at_floor": mean(tau[seen] <= LAM_MIN * (1 + 1e-6)),
         "at_cap": mean(tau[seen] >= item_precision.lam_max * (1 - 1e-6)),
-        "bins": plain(ratio(np.bincount(bins.member[seen], weights=tau[seen], minlength=size), in_bin)),
+        "bins": _over_items(tau[seen], bins.member[seen], len(bins.names)),
         "rho": found.rho,
         "p": found.p,
         "rho_reliability": planted.rho,
@@ -350,15 +348,19 @@ def _of_content(model: SequenceModel, bins: Strata) -> dict[str, Any] | None:
     belief = getattr(model, "item_belief", None)
     if belief is None or belief.kappa_logit is None:
         return None
-    in_bin = np.bincount(bins.member, minlength=len(bins.names))
 
-    def means(of_items: Tensor) -> list[Any]:
-        values = of_items.detach().double().cpu().numpy()
-        return plain(ratio(np.bincount(bins.member, weights=values, minlength=len(in_bin)), in_bin))
+    def means(of_items: Tensor) -> list[float | None]:
+        return _over_items(of_items.detach().double().cpu().numpy(), bins.member, len(bins.names))
 
     counts = belief.counts[1:]
     weights = None if belief.base_weight is None else means(belief.weights(counts))
     return {"kappa": belief.kappa.item(), "bins": means(belief.prior_share(counts)), "weights": weights}
+
+
+def _over_items(values: FloatArray, member: IntArray, size: int) -> list[float | None]:
+    """Means over the items of each of so many bins; None of an empty one."""
+    in_bin = np.bincount(member, minlength=size)
+    return plain(ratio(np.bincount(member, weights=values, minlength=size), in_bin))
 
 
 def _by_user(posterior: list[Tensor], planted: PlantedReliability | None, users: IntArray) -> dict[str, Any] | None:

@@ -280,11 +280,11 @@ class _Pairs:
     def _piece(self, first_row: int, first_item: int) -> int:
         return first_row // self.rows * self.across + first_item // self.items
 
-    def of(self, first_row: int) -> Added | None:
-        """What is added in a block of positions and all items."""
+    def of(self, first_row: int, first_item: int = 0) -> Added | None:
+        """What is added in a piece."""
         if self.added is None:
             return None
-        piece = self._piece(first_row, 0)
+        piece = self._piece(first_row, first_item)
         own = slice(self.bounds[piece], self.bounds[piece + 1])
         position, item = self.added[:, own]
         return Added(first_row, position, item, self.values[own], self.shares[own])
@@ -299,11 +299,9 @@ class _Pairs:
 
     def fill(self, logits: Tensor, first_row: int, first_item: int) -> Tensor:
         """The same, what is added to them added."""
-        piece = self._piece(first_row, first_item)
-        if self.added is not None:
-            own = slice(self.bounds[piece], self.bounds[piece + 1])
-            position, item = self.added[:, own]
-            logits.index_put_((position - first_row, item - first_item), self.values[own], accumulate=True)
+        if (own := self.of(first_row, first_item)) is not None:
+            place = (own.position - first_row, own.item - first_item)
+            logits.index_put_(place, own.values, accumulate=True)
         return self.leave_out(logits, first_row, first_item)
 
     def keep(self, odds: Tensor, total: Tensor, first_row: int, first_item: int) -> None:
