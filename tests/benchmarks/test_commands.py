@@ -64,7 +64,7 @@ def test_a_number_of_something_is_at_least_one(text, capsys):
 NAMES = """
     gpu_rehearsal gpu_suite gpu_training kernel_speed kill_resume large_log many_seeds mechanisms.collision
     mechanisms.denoising mechanisms.extrapolation mechanisms.mqar mechanisms.random_keys mechanisms.reweighting
-    mixer_speed peer_speed serve_load serve_speed train_speed warm_start
+    mechanisms.time_noise mixer_speed peer_speed serve_load serve_speed train_speed warm_start
 """.split()  # noqa: SIM905  a table
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.mechanisms import collision, denoising, extrapolation, mqar, random_keys, reweighting
+from benchmarks.mechanisms import collision, denoising, extrapolation, mqar, random_keys, reweighting, time_noise
 from benchmarks.mechanisms.collision import Figure, figure_table
 from benchmarks.mechanisms.mqar import SIZES, Shape, draw
 from benchmarks.mechanisms.recall import MEMORIES, Collisions, Training, train_and_test
@@ -294,6 +294,32 @@ def test_steps_of_reweighting_are_the_query_or_all_of_the_next(capsys, tmp_path,
     rows = json.loads((tmp_path / "one.json").read_text())["reweighting"]
     heavy = [row["errors"] for row in rows if row["outliers"] == 0.2 and row["dof"] == 0.5]
     assert all(errors["10"] < errors["1"] for errors in heavy)
+
+
+def test_noise_that_comes_and_goes_adds_up_to_its_integral():
+    nodes, weights = (torch.from_numpy(x) for x in np.polynomial.legendre.leggauss(40))
+    rate = time_noise.Rate(torch.tensor([0.7, 0.3 - 0.2j]).cdouble(), torch.tensor([0.1, -0.2 + 1.3j]).cdouble())
+    for start, end in ((0.0, 0.0), (-2.0, 1.5), (3.0, 9.0)):
+        s = start + (end - start) * (nodes + 1) / 2
+        q = (rate.weight * torch.exp(rate.growth * s[:, None])).sum(-1).real
+        expected = (end - start) / 2 * (weights * q * torch.exp(-0.8 * (end - s))).sum()
+        found = time_noise.added(rate, torch.tensor(start), torch.tensor(end), decay=0.4)
+        torch.testing.assert_close(found, expected)
+    always = time_noise.added(time_noise.constant(), torch.tensor(2), torch.tensor(5), decay=0.4)
+    assert always.item() == pytest.approx(time_noise.MEAN_RATE * -math.expm1(-2.4) / 0.8)
+
+
+def test_a_filter_that_knows_when_noise_comes_finds_the_state_better(capsys, tmp_path):
+    assert time_noise.main(["--histories", "100", "--json", str(tmp_path / "one.json")]) == 0
+    assert "Kalman, known" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "one.json").read_text())["time_noise"]
+    assert all(row["Kalman, known"] < row["Kalman, constant"] < row["known"] <= row["constant"] for row in rows)
+    _, seen = time_noise.histories(3, time_noise.swinging(8))
+    changed = seen.clone()
+    changed[:, 40:] = 0
+    for estimate in (time_noise.filtered, time_noise.kalman):  # nothing is read from the future
+        now, then = (estimate(x, time_noise.swinging(8))[:, :40] for x in (seen, changed))
+        torch.testing.assert_close(now, then)
 
 
 # Histories beyond the trained length
