@@ -91,7 +91,7 @@ def _span(numbers: NDArray[np.float64] | None, what: str, counted: Callable[...,
 
 
 def remarks(dataset: Dataset) -> list[str]:
-    """What who trains on a data set should know of it, a line each: users left out, and times that are equal."""
+    """What who trains on a data set should know of it, a line each: users left out, equal times, an empty column."""
     record, lines = dataset.preparation, []
     short = {name: number for name, number in record.get("dropped", {}).items() if name.startswith("users_under_")}
     for name, number in short.items():
@@ -112,6 +112,8 @@ def remarks(dataset: Dataset) -> list[str]:
         last = f"{describe(dataset).tied_last_two:.1%} of the test items"
         who = f"{share:.1%} of a user's neighbouring events, {last}"
         lines.append(f"equal times: {who}; these stay in the order of the rows, {order}")
+    if dataset.reliability is not None and np.isnan(dataset.reliability).all():
+        lines.append("reliability: no event has one; check the column, or leave it out")
     return lines
 
 

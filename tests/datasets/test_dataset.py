@@ -197,6 +197,8 @@ def test_what_a_data_set_leaves_out_and_what_ties_is_said_in_a_line_each():
     assert remarks(Dataset.from_frame(frame.assign(t=range(93)), time="t")) == []
     kept = Dataset.from_frame(short.assign(t=range(92)), time="t", preparation=Preparation(min_history=2))
     assert remarks(kept) == ["trained on and not tested: 1 users of 2 events"]
+    empty = Dataset.from_frame(frame.assign(stars=np.nan), reliability="stars")
+    assert remarks(empty) == ["reliability: no event has one; check the column, or leave it out"]
 
 
 def test_shares_by_hand():
