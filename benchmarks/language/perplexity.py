@@ -33,6 +33,7 @@ from benchmarks import machine
 from benchmarks.command import count, finish, parser, recorded
 from benchmarks.language.model import SIZES, Arm, asked_for, inside, perplexities, train
 from benchmarks.language.text import SOURCES
+from benchmarks.study.choose import difference, percent_and_interval
 from recbft.errors import UserError, did_you_mean
 from recbft.experiments.lists import parse_seeds, split_list
 from recbft.mixers.memory_family import DESIGN_MODELS
@@ -208,7 +209,8 @@ def read(file: Path) -> pd.DataFrame:
 
 def summary(lines: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     """Head and rows of a table of one text and size: mean perplexity over seeds by arm and length, each as a share of
-    the first arm's at the trained length, and the paper's, likewise.
+    the first arm's at the trained length, and the paper's, likewise. Where there are several seeds, what an arm differs
+    by at the trained length, paired by seed: from the first arm, or from the first with the same noise.
     """
     (name,) = lines["table"].unique()
     published = PUBLISHED.get(name, {})
@@ -216,16 +218,33 @@ def summary(lines: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     lengths, seeds = list(means.columns), lines.groupby("arm")["seed"].nunique()
     arms = [arm for arm in TABLES[name] if arm in means.index]
     first = means.loc[arms[0]].iloc[0]
+    by_seed = lines[lines["length"] == lengths[0]].pivot(index="seed", columns="arm", values="perplexity")
+    several = len(by_seed) > 1
     rows = []
     for arm in arms:
         own = [x for length in lengths if not pd.isna(x := means.loc[arm, length])]
         theirs = published.get(arm, [])
         cells = [f"{x:.1f}" for x in own] + [""] * (len(lengths) - len(own))
         rows.append([arm, str(seeds[arm]), *cells, _shares(own, first)])
+        if several:
+            rows[-1].append(_lead(by_seed, arm, next(one for one in arms if _noise(one) == _noise(arm))))
         if published:
             rows[-1].append(_shares(theirs, published[arms[0]][0] if arms[0] in published else None))
     head = ["arm", "seeds", *(f"at {length}" for length in lengths), "ratio"]
-    return [*head, "paper's ratio"] if published else head, rows
+    more = [*(["difference (95 % interval)"] if several else []), *(["paper's ratio"] if published else [])]
+    return [*head, *more], rows
+
+
+def _noise(arm: str) -> str:
+    """The share of wrong targets in an arm's name."""
+    return arm.split()[-1] if arm.endswith("%") else ""
+
+
+def _lead(by_seed: pd.DataFrame, arm: str, baseline: str) -> str:
+    if arm == baseline:
+        return ""
+    found = difference(by_seed[arm].dropna().to_dict(), by_seed[baseline].dropna().to_dict())
+    return "" if found is None else percent_and_interval(found)
 
 
 def _shares(values: Sequence[float], first: float | None) -> str:

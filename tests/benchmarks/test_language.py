@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -236,6 +237,27 @@ def test_the_command_adds_lines_and_trains_nothing_twice(tmp_path, monkeypatch, 
         perplexity.main([*given[:2], "--arms", "ropes", *common])
     with pytest.raises(UserError, match=r"folder .* does not exist; create it"):
         perplexity.main([*given, "--csv", str(tmp_path / "no" / "x.csv")])
+
+
+def test_arms_differ_by_seed_from_the_one_with_the_same_noise():
+    figures = {
+        "matched+recency 0%": (70, 80),
+        "bft 0%": (77, 88),
+        "matched+recency 40%": (100, 110),
+        "bft 40%": (90, 99),
+    }
+    lines = [
+        {"table": "noise", "arm": arm, "length": 64, "seed": seed, "perplexity": found}
+        for arm, both in figures.items()
+        for seed, found in enumerate(both)
+    ]
+    head, rows = perplexity.summary(pd.DataFrame(lines))
+    said = dict(
+        zip([row[0] for row in rows], [row[head.index("difference (95 % interval)")] for row in rows], strict=True)
+    )
+    assert said["matched+recency 0%"] == said["matched+recency 40%"] == ""
+    assert said["bft 0%"].startswith("+10.0 % (") and said["bft 40%"].startswith("-10.0 % (")
+    assert "difference" not in " ".join(perplexity.summary(pd.DataFrame(lines).query("seed == 0"))[0])
 
 
 # Weights of llama2.c
