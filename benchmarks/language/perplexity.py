@@ -71,7 +71,7 @@ TABLES: dict[str, dict[str, Arm]] = {
         "no multiplicative": _without(multiplicative="off"),
         "no value rotation": _without(rotate_values="off"),
         "no rotation": _without(rotate="off"),
-        "no damping, flat prior": _without(undamped_heads=4, precision_prior="flat"),
+        "no damping or prior": _without(undamped_heads=4, precision_prior="flat"),
     },
     "damping": {f"b {b:g}": _without(damping=b) for b in (5e-4, 5e-3, 5e-2, 5e-1, 5.0)},
     "families": {
@@ -84,12 +84,12 @@ TABLES: dict[str, dict[str, Arm]] = {
         for name, arm in {
             "standard": Arm(),
             "regime": Arm(mixer="regime"),
-            "regime, type 2": Arm(mixer="regime", mixing={"type2": True}),
-            "regime, no gates": Arm(mixer="regime", mixing={"residual_gate": False, "value_gate": False}),
-            "regime, guardian": Arm(mixer="regime", controllers=GUARDIAN),
-            "regime, averaged": Arm(mixer="regime", controllers=AVERAGED),
-            "regime, experts": Arm(mixer="regime", moe=EXPERTS),
-            "regime, all": Arm(mixer="regime", controllers=GUARDIAN | AVERAGED, moe=EXPERTS),
+            "regime type 2": Arm(mixer="regime", mixing={"type2": True}),
+            "regime without gates": Arm(mixer="regime", mixing={"residual_gate": False, "value_gate": False}),
+            "regime with guardian": Arm(mixer="regime", controllers=GUARDIAN),
+            "regime averaged": Arm(mixer="regime", controllers=AVERAGED),
+            "regime with experts": Arm(mixer="regime", moe=EXPERTS),
+            "regime with all": Arm(mixer="regime", controllers=GUARDIAN | AVERAGED, moe=EXPERTS),
         }.items()
     },
     "noise": {
@@ -117,7 +117,7 @@ PUBLISHED: dict[str, dict[str, Sequence[float]]] = {
         "no multiplicative": [27.65, 29.01, 39.18, 57.30],
         "no value rotation": [30.24, 92.08, 187.29, 463.29],
         "no rotation": [28.58, 27.25, 26.61, 26.83],
-        "no damping, flat prior": [27.97, 35.59, 69.39, 131.29],
+        "no damping or prior": [27.97, 35.59, 69.39, 131.29],
     },
     "damping": {
         "b 0.0005": [27.60, 28.88, 37.34, 51.48],

@@ -17,6 +17,7 @@ from benchmarks.language import finetune, llama2c, perplexity
 from benchmarks.language.model import Arm, Focal, Size, inside, make_model, mean_loss, perplexities, token_losses, train
 from benchmarks.language.text import SOURCES, Windows, by_characters, by_pairs, load_corpus, read_text
 from recbft.errors import UserError
+from recbft.experiments.lists import split_list
 from recbft.training.controllers import VALIDATION_LOSS
 from recbft.training.controllers.averaging import SelectiveSwa, replaced
 from recbft.training.controllers.guardian import Guardian
@@ -149,7 +150,8 @@ def test_focal_loss_is_equation_16_and_cross_entropy_without_an_exponent():
 
 
 @pytest.mark.parametrize("table", perplexity.TABLES)
-def test_every_arm_of_a_table_trains_and_is_scored(table, corpus):
+def test_every_arm_of_a_table_can_be_named_trains_and_is_scored(table, corpus):
+    assert split_list(",".join(perplexity.TABLES[table])) == list(perplexity.TABLES[table])
     scored, size = replace(corpus, train=corpus.train[:90]), replace(TINY, layers=1)
     arms = {repr(replace(arm, replaced=0.0)): arm for arm in perplexity.TABLES[table].values()}
     for arm in arms.values():
