@@ -29,6 +29,14 @@ def join(
     first: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     second: Annotated[Path, typer.Argument(metavar="RUN", help="Another, of the same data.")],
     by: Annotated[By, typer.Option(help="Weights by the item's training count, or one pair for all items.")] = By.count,
+    for_rare: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="List items with fewer than 5 training events more, at the cost of up to this share of NDCG@10 on "
+            "validation, as in 0.01.",
+        ),
+    ] = None,
     dataset: Annotated[
         str | None, typer.Option("-d", "--dataset", help="Where their data are now, if elsewhere.")
     ] = None,
@@ -55,8 +63,7 @@ def join(
     place = Path("runs") if out is None else out
     path = place / (name or usual_name(first, second, by.value))
     progress = listener(not quiet, "")
-    run = join(
-        first, second, path, by=by.value, dataset=dataset, data_root=data_root, progress=progress, overwrite=overwrite
-    )
+    how = {"by": by.value, "for_rare": for_rare, "dataset": dataset, "data_root": data_root}
+    run = join(first, second, path, progress=progress, overwrite=overwrite, **how)
     typer.echo(format_join(run.protocol["joined"]) + "\n")
     print_results(run)

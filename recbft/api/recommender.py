@@ -186,6 +186,7 @@ class Recommender:
         second: Recommender | str | Path,
         *,
         by: By = "count",
+        for_rare: float | None = None,
         dataset: Dataset | None = None,
         out: str | Path | None = None,
         data_root: str | Path | None = None,
@@ -198,6 +199,8 @@ class Recommender:
         Args:
             first, second: fitted recommenders of the same data, or the folders of finished runs.
             by: "count" for weights by the item's training count, "none" for one pair for all items.
+            for_rare: the share of validation NDCG@10 that may be lost so that items with fewer than 5 training events
+                are listed more, as in 0.01.
             dataset: their data; looked for by the name that the runs have unless given.
             out, progress: as in ``fit``.
             data_root: the folder of data sets to look in.
@@ -209,7 +212,7 @@ class Recommender:
         paths = [each._own_run().path if isinstance(each, Recommender) else each for each in (first, second)]
         with fitted_folder(out) as place:
             path = free_folder(place.path, dataset)
-            how: dict[str, Any] = {"by": by, "dataset": dataset, "data_root": data_root}
+            how: dict[str, Any] = {"by": by, "for_rare": for_rare, "dataset": dataset, "data_root": data_root}
             run = join_runs(paths[0], paths[1], path, progress=listener(progress, ""), **how)
             made = cls.load(run.path, data_root=data_root)
             place.go_with(made.run)

@@ -80,7 +80,7 @@ def new_items(
         table = model.item_table()
         states, _ = states_of_view(model, dataset, view, table.weight.device)
         states, candidates = align(states, table)
-    scores = _Scores(states, candidates, view, is_new[1:], filter_seen, memory_mb)
+    scores = ShiftedScores(states, candidates, view, is_new[1:], filter_seen, memory_mb)
     constants = scores.constants()
     ranks, among_new, auc = scores.ranks(np.concatenate([[-np.inf, 0.0], constants]))
     scores.watch.close(dataset.user_ids[view.user])
@@ -123,8 +123,14 @@ def new_items(
     }
 
 
-class _Scores:
-    """Scores of the rows of a view, in blocks of users by all items, and what is counted in them."""
+class ShiftedScores:
+    """Scores of the rows of a view, in blocks of users by all items, to some of which a constant is added.
+
+    Args:
+        states: of the rows, (N, D).
+        is_new: the items that the constant is for, (V,).
+        filter_seen: mask what a user has seen.
+    """
 
     def __init__(
         self,

@@ -1,9 +1,10 @@
 """Two models as one: the sum of their scores, with weights that depend on how often an item occurs in training.
 
-    score(i) = a_b s_1(i) + d_b s_2(i),   b the bin of c_i, the training events of item i                    (1)
+    score(i) = a_b s_1(i) + d_b s_2(i) + l_b,   b the bin of c_i, the training events of item i              (1)
     state = (state_1, state_2)      weight_i = (a_b weight_1i, d_b weight_2i)                                (2)
 
-Nothing is trained here: the models are finished, and ``evaluation.join_weights`` fits a and d.
+Nothing is trained here: the models are finished, ``evaluation.join_weights`` fits a and d, ``evaluation.rare_items``
+the level l of items with few events, which is 0 unless asked for.
 
 Shapes: S histories, V items, G bins.
 """
@@ -23,6 +24,7 @@ from recbft.errors import UserError
 from recbft.models.contract import ItemTable, SequenceModel, UserStates
 
 BINS = {"none": 0, "1-4": 1, "5-9": 5, "10-19": 10, "20-49": 20, "50 and more": 50}  # name -> least training count
+RARE = 5  # items with fewer training events are rare
 ALL = "all items"
 PARTS = ("first", "second")
 
@@ -54,6 +56,7 @@ class Join(nn.Module, SequenceModel):
 
     bins: Tensor
     weights: Tensor
+    levels: Tensor
 
     def __init__(self, first: SequenceModel, second: SequenceModel, training_counts: Tensor, *, by_count: bool) -> None:
         super().__init__()
@@ -68,6 +71,7 @@ class Join(nn.Module, SequenceModel):
         least = torch.tensor(list(BINS.values())[1:] if by_count else [], dtype=torch.int64)
         self.register_buffer("bins", torch.bucketize(training_counts.long(), least, right=True))  # (V + 1,)
         self.register_buffer("weights", torch.ones(len(least) + 1, 2))  # (G, 2) a and d of (1)
+        self.register_buffer("levels", torch.zeros(len(least) + 1))  # (G,) l of (1)
 
     @property
     def parts(self) -> tuple[SequenceModel, SequenceModel]:
@@ -91,13 +95,15 @@ class Join(nn.Module, SequenceModel):
         shares = self.weights[self.bins].unbind(1)
         weight = torch.cat([w[:, None] * table.weight for w, table in zip(shares, tables, strict=True)], dim=1)
         biases = [w * table.bias for w, table in zip(shares, tables, strict=True) if table.bias is not None]
+        if self.levels.any():
+            biases.append(self.levels[self.bins])
         return ItemTable(weight, sum(biases[1:], biases[0]) if biases else None)
 
     def of_grown(self, first: SequenceModel, second: SequenceModel, num_new: int) -> Join:
         """The join of two models that know so many items more, which count as items without a training event."""
         none = self.bins.new_zeros(num_new + 1)
         grown = Join(first, second, none, by_count=len(self.weights) > 1)
-        grown.bins, grown.weights = torch.cat([self.bins, none[1:]]), self.weights
+        grown.bins, grown.weights, grown.levels = torch.cat([self.bins, none[1:]]), self.weights, self.levels
         return grown.eval()
 
     def _as_read_by(self, part: SequenceModel, batch: Batch) -> Batch:

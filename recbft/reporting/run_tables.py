@@ -7,6 +7,7 @@ from typing import Any
 
 from recbft.evaluation.evaluate import lists_of
 from recbft.evaluation.metrics import SETTINGS, protocol_lines
+from recbft.models.join import RARE
 from recbft.reporting.tables import text_table
 
 
@@ -61,6 +62,12 @@ def format_join(joined: Mapping[str, Any]) -> str:
     ]
     if worth := joined.get("prior_targets"):
         lines.append(f"prior: as if each bin had {worth:.3g} more targets that ask for the weights of all")
+    if rare := joined.get("for_rare"):
+        of_all, own = ("{:.4f} to {:.4f}".format(*rare[name]) for name in ("ndcg", "ndcg_rare"))
+        lines.append(
+            f"items with fewer than {RARE} training events: {rare['level']:g} added to their scores; NDCG@10 of unseen "
+            f"validation targets from {of_all}, of these items' from {own}"
+        )
     return "\n".join(lines)
 
 

@@ -8,6 +8,8 @@ and its folder is made when all is done. ``protocol.json`` says in ``joined`` wh
     targets          how many the weights were fitted on
     prior_targets    how many more a bin has, as it were, that ask for the weights of all targets; 0 with ``by`` none
     log_likelihood   per target, of the join and of each model alone
+    for_rare         where it was asked for: cost, the level of rare items, and NDCG@10 of all and of rare validation
+                     targets before and after
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from recbft.config.fields import check_choice, to_dict
+from recbft.config.fields import check_choice, check_range, to_dict
 from recbft.datasets import Dataset
 from recbft.errors import UserError
 from recbft.evaluation.join_weights import JoinWeights, fit_join
+from recbft.evaluation.rare_items import fit_rare_level
 from recbft.models import MODELS
 from recbft.models.contract import SequenceModel
-from recbft.models.join import PARTS, Join
+from recbft.models.join import BINS, PARTS, RARE, Join
 from recbft.runs import checkpoint
 from recbft.runs.environment import digits_from, environment
 from recbft.runs.folder import RunFolder
@@ -61,6 +64,7 @@ def join(
     out: str | Path,
     *,
     by: By = "count",
+    for_rare: float | None = None,
     dataset: Dataset | str | None = None,
     data_root: str | Path | None = None,
     progress: Progress | None = None,
@@ -72,14 +76,21 @@ def join(
         first, second: their folders.
         out: the new run's folder; must not hold anything.
         by: weights by the item's training count, or one pair for all.
+        for_rare: the share of validation NDCG@10, from 0 to 1, that may be lost so that items with fewer than 5
+            training events are listed more. Unless given they stand as the weights have it.
         dataset: their data, loaded or by name or file; otherwise the configuration of a run says which.
         data_root: where those lie now.
         overwrite: ``out`` may hold another run, which is replaced.
 
     Raises:
-        UserError: a run is not finished or has no weights, the two are one or have other data, or the folder is taken.
+        UserError: a run is not finished or has no weights, the two are one or have other data, or the folder is taken;
+            or ``for_rare`` is given without weights by count, or where no validation target is rare.
     """
     check_choice("by", by, ARMS)
+    if for_rare is not None:
+        check_range("for_rare", for_rare, at_least=0, below=1)
+        if by != "count":
+            raise UserError("for_rare needs weights by the item's training count; leave out by=none")
     refuse_several("runs are joined by one process")
     RunFolder.refuse_taken(out, overwrite=overwrite)
     folders = [RunFolder.open(path) for path in (first, second)]
@@ -104,10 +115,14 @@ def join(
         listener.note("fitting the weights on validation targets")
         fitted = fit_join(made, dataset, memory_mb=config.evaluation.memory_mb)
         made.weights.copy_(made.weights.new_tensor(fitted.weights))
+        record = {"by": by, "runs": _records(folders, configs, digests), **_bins(made, dataset, fitted)}
+        if for_rare is not None:
+            rare = fit_rare_level(made, dataset, for_rare, fewer_than=RARE, memory_mb=config.evaluation.memory_mb)
+            made.levels[torch.tensor([least < RARE for least in BINS.values()])] = rare.level
+            record["for_rare"] = {"cost": for_rare, **rare._asdict()}
         seconds = round(time.monotonic() - began, 3)
         listener.note("ranking each user's validation and test item")
         metrics, ranks = results(made, dataset, config.evaluation, ALONE)
-        record = {"by": by, "runs": _records(folders, configs, digests), **_bins(made, dataset, fitted)}
         new = RunFolder.create(
             out,
             config=config.to_yaml(),

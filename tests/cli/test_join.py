@@ -59,6 +59,15 @@ def test_a_bin_without_targets_says_whose_weights_it_has(capsys, two, tmp_path):
     assert prior == "prior: as if each bin had 2.35 more targets that ask for the weights of all"
 
 
+def test_rare_items_are_raised_at_a_price_that_is_told(capsys, two, tmp_path):
+    code, out, _ = run(capsys, "join", *two, "--out", tmp_path, "--for-rare", "0.05", "-q")
+    told = json.loads((tmp_path / "join-by_count-tiny-seed0" / "protocol.json").read_text())["joined"]["for_rare"]
+    said = next(line for line in out.splitlines() if line.startswith("items with fewer than 5 training events"))
+    assert code == 0 and f"{told['level']:g} added to their scores" in said and f"{told['ndcg'][1]:.4f}" in said
+    code, out, err = run(capsys, "join", *two, "--out", tmp_path, "--by", "none", "--for-rare", "0.05")
+    assert (code, out) == (2, "") and "for_rare needs weights by the item's training count" in err
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [(["--name", "a/b"], "--name is 'a/b'; give the name of one folder"), (["--by", "size"], "'size' is not one of")],

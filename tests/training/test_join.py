@@ -15,6 +15,9 @@ from recbft.datasets.planted import synthetic_dataset
 from recbft.datasets.synth import SyntheticConfig
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import evaluate
+from recbft.evaluation.metrics import ndcg
+from recbft.evaluation.probability import rows_of_new_targets
+from recbft.evaluation.views import view_of
 from recbft.runs import checkpoint
 from recbft.runs.folder import RunFolder
 from recbft.training import join as joining
@@ -96,6 +99,31 @@ def test_a_join_that_weighs_one_run_alone_has_its_ranks(runs, described, tmp_pat
     assert made.metrics["validation"] == RunFolder(runs[same]).metrics["validation"]
 
 
+def test_rare_items_are_raised_as_far_as_validation_allows(runs, described, tmp_path):
+    plain, free, some = (
+        join(runs["ids"], runs["content"], tmp_path / f"{cost}", dataset=described, for_rare=cost)
+        for cost in (None, 0.0, 0.2)
+    )
+    is_rare = torch.from_numpy(described.training_counts < 5)
+    told, model = some.protocol["joined"]["for_rare"], load_trained(some.path).model
+    before, after = (load_trained(run.path).model.item_table() for run in (plain, some))
+    assert before.bias is None and torch.equal(before.weight, after.weight)
+    assert torch.equal(after.bias != 0, is_rare | (torch.arange(len(is_rare)) == 0))
+    assert after.bias.unique().tolist() == pytest.approx([0.0, told["level"]]) and told["level"] > 0
+    assert told["ndcg"][1] >= 0.8 * told["ndcg"][0] and told["ndcg_rare"][1] > told["ndcg_rare"][0]
+    assert free.protocol["joined"]["for_rare"]["level"] <= told["level"]
+    # What the level was fitted by is what evaluation finds.
+    validation = view_of(described, "validation")
+    new = rows_of_new_targets(validation)
+    for at, run in enumerate((plain, some)):
+        found = evaluate(load_trained(run.path).model, described, "validation").per_user
+        ranks = found["rank_filtered"].to_numpy()[new]
+        assert ndcg(ranks, 10).mean() == pytest.approx(told["ndcg"][at])
+        rare = is_rare.numpy()[validation.target[new]]
+        assert ndcg(ranks[rare], 10).mean() == pytest.approx(told["ndcg_rare"][at])
+    assert model.of_grown(model.first, model.second, 0).item_table().bias.equal(after.bias)
+
+
 def test_the_seed_is_that_of_a_trained_run_and_data_are_those_with_features(runs, described, tmp_path):
     made = join(runs["content"], runs["ids"], tmp_path / "join", dataset=described)
     assert made.protocol["seed"] == 3
@@ -117,6 +145,8 @@ def test_what_cannot_be_joined_is_refused(runs, described, dataset, stopped, tmp
             join(first, second, tmp_path / "join", dataset=data, **named)
 
     ids, content = runs["ids"], runs["content"]
+    refused(ids, content, "for_rare is 1.5", for_rare=1.5)
+    refused(ids, content, "for_rare needs weights by the item's training count", for_rare=0.01, by="none")
     refused(ids, ids, "are the same model; join two that differ")
     copy = shutil.copytree(ids, tmp_path / "copy")
     refused(ids, copy, "are the same model; join two that differ")
