@@ -45,6 +45,7 @@ TOLERANCE = 1e-5  # of (2): what a whole step would still add
 MOST_STEPS, MOST_HALVINGS = 100, 40
 MOST_PRIORS, SETTLED = 12, 0.05  # values of kappa that are tried, and the relative change that ends it
 BYTES = 48  # per score that are alive at once
+KEPT = 2  # times as much memory as scores are made in, for those that are kept
 
 
 class JoinWeights(NamedTuple):
@@ -100,7 +101,7 @@ def fit_weights(
         bins: of each item, (V + 1,), below ``num_bins``; that of padding is not read.
         targets: item index per user, (N,).
         seen: items that (2) leaves out, and their offsets by user, (N + 1,); no target is among its user's.
-        memory_mb: bound on what is alive at a time.
+        memory_mb: bound on what is alive at a time, beside scores that are kept, at most twice as much.
     """
     count = np.bincount(bins[targets], minlength=num_bins)
     full = np.flatnonzero(count)
@@ -211,6 +212,9 @@ class _Scores:
         self.targets = torch.from_numpy(where[targets] - 1).to(self.models[0][0].device)
         self.excluded = Excluded.of(where[seen[0]], seen[1], len(targets), self.num_items)
         self.rows = max(1, int(memory_mb * 2**20) // (BYTES * self.num_items))
+        needed = sum(states.element_size() * len(states) * self.num_items for states, _ in self.models)
+        # They are asked for a hundred times, and making them takes longer than all else where states are wide.
+        self.kept: list[tuple[slice, tuple[Tensor, Tensor]]] | None = [] if needed <= KEPT * memory_mb * 2**20 else None
 
     def of(self, theta: Tensor) -> _Terms:
         """(2), its gradient and its curvature at some weights, (K, 2)."""
@@ -248,11 +252,21 @@ class _Scores:
 
     def _blocks(self) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
         """Some users, and their scores by both models, (n, V) each."""
-        num_users = len(self.targets)
+        made = self.kept or self._made()
+        for users, (one, other) in made:
+            yield users, (one.double(), other.double())
+
+    def _made(self) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
+        num_users, kept = len(self.targets), []
         for start in range(0, num_users, self.rows):
             users = slice(start, min(start + self.rows, num_users))
             found = []
             for states, candidates in self.models:
                 room = states.new_empty((users.stop - users.start) * self.num_items)
-                found.append(score_block(states[users], candidates, slice(0, self.num_items), room).double())
-            yield users, (found[0], found[1])
+                found.append(score_block(states[users], candidates, slice(0, self.num_items), room))
+            block = users, (found[0], found[1])
+            if self.kept is not None:
+                kept.append(block)
+            yield block
+        if self.kept is not None:
+            self.kept = kept

@@ -65,7 +65,7 @@ def overall(models, targets, seen):
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("memory_mb", [256.0, 0.01])
+@pytest.mark.parametrize("memory_mb", [256.0, 0.01, 0.001])
 def test_the_weights_are_the_most_likely_with_the_prior(seed, memory_mb):
     models, bins, targets, seen = drawn(seed)
     found = fit_weights(*models, bins, G, targets, seen, memory_mb=memory_mb)
