@@ -48,20 +48,26 @@ def histories(number: int, share: float, seed: int = 0) -> tuple[Tensor, Tensor]
     def noise(variance: float) -> Tensor:
         return torch.randn(number, LENGTH, K, generator=g, dtype=torch.complex128) * math.sqrt(variance)
 
-    driving, states = noise(ADDED), [noise(SPREAD)[:, 0]]
-    for t in range(1, LENGTH):
-        states.append(CARRY * states[-1] + driving[:, t])
-    state = torch.stack(states, dim=1)
+    driving = noise(ADDED)
+    state = moved(noise(SPREAD)[:, 0], driving)
     wild = torch.rand(number, LENGTH, 1, generator=g) < share
     return state, state + noise(NOISE) * torch.where(wild, OUTLIER, 1.0)
 
 
-def kalman(seen: Tensor) -> Tensor:
-    """The filtered states, (B, T, K)."""
+def moved(first: Tensor, driving: Tensor) -> Tensor:
+    """The states from a first one, (B, K), on, (B, T, K); ``driving`` is the noise that each token adds, (B, T, K)."""
+    states = [first]
+    for t in range(1, LENGTH):
+        states.append(CARRY * states[-1] + driving[:, t])
+    return torch.stack(states, dim=1)
+
+
+def kalman(seen: Tensor, steps: Sequence[float] = (ADDED,) * LENGTH) -> Tensor:
+    """The filtered states, (B, T, K); ``steps`` are the variances that each token's noise adds."""
     mean, variance, found = torch.zeros_like(seen[:, 0]), SPREAD, []
     for t in range(LENGTH):
         if t:
-            mean, variance = CARRY * mean, variance * math.exp(-2 * DECAY) + ADDED
+            mean, variance = CARRY * mean, variance * math.exp(-2 * DECAY) + steps[t]
         gain = variance / (variance + NOISE)
         mean, variance = mean + gain * (seen[:, t] - mean), (1 - gain) * variance
         found.append(mean)

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from benchmarks import machine
 from benchmarks.command import count, finish, parse, parser, recorded
-from benchmarks.mechanisms.reweighting import CARRY, DECAY, LENGTH, NOISE, SPREAD, K, error
+from benchmarks.mechanisms import reweighting
+from benchmarks.mechanisms.reweighting import CARRY, DECAY, LENGTH, NOISE, SPREAD, K, error, moved
 from recbft.reporting.tables import text_table
 from recbft.system.files import write_json
 
@@ -70,25 +71,15 @@ def histories(number: int, rate: Rate, seed: int = 0) -> tuple[Tensor, Tensor]:
         return torch.randn(number, LENGTH, K, generator=g, dtype=torch.complex128) * spread
 
     time = torch.arange(LENGTH)
-    driving, states = noise(added(rate, time - 1, time)), [noise(SPREAD)[:, 0]]
-    for t in range(1, LENGTH):
-        states.append(CARRY * states[-1] + driving[:, t])
-    state = torch.stack(states, dim=1)
+    driving = noise(added(rate, time - 1, time))
+    state = moved(noise(SPREAD)[:, 0], driving)
     return state, state + noise(NOISE)
 
 
 def kalman(seen: Tensor, rate: Rate) -> Tensor:
-    """The filtered states, (B, T, K)."""
+    """The states by the Kalman filter that supposes this rate, (B, T, K)."""
     time = torch.arange(LENGTH)
-    steps = added(rate, time - 1, time).tolist()
-    mean, variance, found = torch.zeros_like(seen[:, 0]), SPREAD, []
-    for t in range(LENGTH):
-        if t:
-            mean, variance = CARRY * mean, variance * math.exp(-2 * DECAY) + steps[t]
-        gain = variance / (variance + NOISE)
-        mean, variance = mean + gain * (seen[:, t] - mean), (1 - gain) * variance
-        found.append(mean)
-    return torch.stack(found, dim=1)
+    return reweighting.kalman(seen, added(rate, time - 1, time).tolist())
 
 
 def filtered(seen: Tensor, rate: Rate, *, by_lag: bool = False) -> Tensor:
