@@ -8,8 +8,8 @@ and its folder is made when all is done. ``protocol.json`` says in ``joined`` wh
     targets          how many the weights were fitted on
     prior_targets    how many more a bin has, as it were, that ask for the weights of all targets; 0 with ``by`` none
     log_likelihood   per target, of the join and of each model alone
-    for_rare         where it was asked for: cost, the level of rare items, and NDCG@10 of all and of rare validation
-                     targets before and after
+    for_rare         where it was asked for: cost, the training events that items have fewer than, what is added to
+                     their scores, and NDCG@10 of all and of rare validation targets before and after
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def join(
         if for_rare is not None:
             rare = fit_rare_level(made, dataset, for_rare, fewer_than=RARE, memory_mb=config.evaluation.memory_mb)
             made.levels[torch.tensor([least < RARE for least in BINS.values()])] = rare.level
-            record["for_rare"] = {"cost": for_rare, **rare._asdict()}
+            record["for_rare"] = {"cost": for_rare, "fewer_than": RARE, **rare._asdict()}
         seconds = round(time.monotonic() - began, 3)
         listener.note("ranking each user's validation and test item")
         metrics, ranks = results(made, dataset, config.evaluation, ALONE)
