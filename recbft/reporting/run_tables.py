@@ -64,8 +64,8 @@ def format_join(joined: Mapping[str, Any]) -> str:
     if rare := joined.get("for_rare"):
         of_all, own = ("{:.4f} to {:.4f}".format(*rare[name]) for name in ("ndcg", "ndcg_rare"))
         lines.append(
-            f"items with fewer than {rare['fewer_than']} training events: {rare['level']:g} added to their scores; NDCG@10 "
-            f"of unseen validation targets from {of_all}, of these items' from {own}"
+            f"items with fewer than {rare['fewer_than']} training events: {rare['level']:g} added to their scores; "
+            f"NDCG@10 of unseen validation targets from {of_all}, of these items' from {own}"
         )
     return "\n".join(lines)
 

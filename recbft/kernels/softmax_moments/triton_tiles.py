@@ -209,7 +209,7 @@ def columns_kernel(
     if squares is not None:
         store_rows(squares + to, columns, u * u, kept, row, K, W)
     if terms is not None:
-        first = kept & (h == 0)
+        first = columns + h * T < T  # what is kept, in the first head alone
         c = tl.zeros([TILE], tl.float32)
         if log_precision is not None:
             # Not of padding, where it may be no number: in a product nothing masks it.
