@@ -214,7 +214,7 @@ class _Scores:
         self.rows = max(1, int(memory_mb * 2**20) // (BYTES * self.num_items))
         needed = sum(states.element_size() * len(states) * self.num_items for states, _ in self.models)
         # They are asked for a hundred times, and making them takes longer than all else where states are wide.
-        self.kept: list[tuple[slice, tuple[Tensor, Tensor]]] | None = [] if needed <= KEPT * memory_mb * 2**20 else None
+        self.kept = list(self._made()) if needed <= KEPT * memory_mb * 2**20 else None
 
     def of(self, theta: Tensor) -> _Terms:
         """(2), its gradient and its curvature at some weights, (K, 2)."""
@@ -252,21 +252,15 @@ class _Scores:
 
     def _blocks(self) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
         """Some users, and their scores by both models, (n, V) each."""
-        made = self.kept or self._made()
-        for users, (one, other) in made:
+        for users, (one, other) in self._made() if self.kept is None else self.kept:
             yield users, (one.double(), other.double())
 
     def _made(self) -> Iterator[tuple[slice, tuple[Tensor, Tensor]]]:
-        num_users, kept = len(self.targets), []
+        num_users = len(self.targets)
         for start in range(0, num_users, self.rows):
             users = slice(start, min(start + self.rows, num_users))
             found = []
             for states, candidates in self.models:
                 room = states.new_empty((users.stop - users.start) * self.num_items)
                 found.append(score_block(states[users], candidates, slice(0, self.num_items), room))
-            block = users, (found[0], found[1])
-            if self.kept is not None:
-                kept.append(block)
-            yield block
-        if self.kept is not None:
-            self.kept = kept
+            yield users, (found[0], found[1])
