@@ -34,18 +34,29 @@ def model_of(dataset):
 
 
 @pytest.mark.parametrize("new_targets", [1, 7])
-def test_new_items_get_the_share_of_the_softmax_that_they_have_of_the_targets(new_targets):
+def test_of_unseen_items_new_ones_get_the_share_of_the_softmax_that_they_have_of_the_targets(new_targets):
     dataset = data(new_targets)
     model, view = model_of(dataset), view_of(dataset, "validation")
     model.item_belief.raise_new_items(fit_new_item_bias(model, dataset))
-    with torch.inference_mode():
+    with torch.no_grad():
         table = model.item_table()
         states, _ = states_of_view(model, dataset, view, torch.device("cpu"))
         scores = states @ table.weight[1:].T + table.bias[1:]
     new = torch.from_numpy(dataset.training_counts[1:] == 0)
-    share = scores.softmax(dim=1)[:, new].sum(dim=1).mean().item()
-    assert share == pytest.approx((new_targets + 0.5) / 41, rel=1e-5)
+    shares = []
+    for row, (target, start, stop) in enumerate(zip(view.target, view.start, view.stop, strict=True)):
+        seen = view.items[start:stop]
+        if target not in seen:
+            scores[row, torch.from_numpy(seen - 1)] = -torch.inf
+            shares.append(scores[row].softmax(dim=0)[new].sum().item())
+    assert np.mean(shares) == pytest.approx((new_targets + 0.5) / (len(shares) + 1), rel=1e-5)
     assert fit_new_item_bias(model, dataset) == pytest.approx(0, abs=1e-5)
+
+
+def test_where_all_targets_were_seen_nothing_says_how_high_new_items_stand():
+    rows = [(user, item) for user in range(5) for item in (user, 7, user, user, 20 + user)]
+    dataset = Dataset.from_frame(pd.DataFrame(rows, columns=["user_id", "item_id"]))
+    assert fit_new_item_bias(model_of(dataset), dataset) == 0
 
 
 def test_where_every_item_is_known_there_is_nothing_to_fit():
