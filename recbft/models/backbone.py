@@ -195,7 +195,7 @@ class Backbone(TrainableModel):
         self.register_buffer("ramp", torch.zeros(()))
         self._told: tuple[Tensor, int, float] | None = None  # the ramp as it was set last, and its value
         self.item_belief = None if content is None else ItemBelief(config, training_counts, content)
-        self.item_loss = ItemLoss(config, training_counts)
+        self.item_loss = ItemLoss(config, training_counts, only_trained=content is not None)
         self.focal_exponent = nn.Parameter(torch.zeros(())) if self.item_loss.spec.has_exponent else None
         self._initialise(seed)
 
@@ -272,20 +272,24 @@ class Backbone(TrainableModel):
         vectors = self._vectors(counts)
         states = self.encode(batch, vectors=vectors).mean.flatten(0, 1)[learn]
         known = items.has_events[1:]
-        if not self.training or not known[wanted].all():  # validation may ask for an item without any
-            table = self.item_table()
+        # Validation may ask for an item without any; a loss that draws items looks up the whole of a few scores.
+        if not self.training or self.item_loss.spec.num_negatives or not known[wanted].all():
+            weight, bias = self._table(vectors, counts)
             states = self.with_content(states, batch, learn)
-            bias = None if table.bias is None else table.bias[1:]
-            return self.item_loss(states, table.weight[1:], bias, wanted, seen, shares=shares, exponent=alpha)
-        number = known.cumsum(0) - 1  # (V,) of each item among those
+            bias = None if bias is None else bias[1:]
+            return self.item_loss(states, weight[1:], bias, wanted, seen, shares=shares, exponent=alpha)
         weight, bias = vectors[1 : self.num_items + 1], None if self.item_bias is None else self.item_bias[1:]
         if not known.all():
             rows = items.has_events.nonzero()[:, 0]
             weight = vectors.index_select(0, rows)
             bias = None if self.item_bias is None else self.item_bias.index_select(0, rows)
-        seen = None if seen is None else torch.stack([seen[0], number[seen[1]]])
+            number = known.cumsum(0) - 1  # (V,) of each item among those
+            wanted = number[wanted]
+            if seen is not None:
+                kept = known[seen[1]]
+                seen = torch.stack([seen[0][kept], number[seen[1][kept]]])
         added = items.pairs(batch, learn, counts) if items.num_events else None
-        return self.item_loss(states, weight, bias, number[wanted], seen, added, shares, alpha)
+        return self.item_loss(states, weight, bias, wanted, seen, added, shares, alpha)
 
     def fit_reliability(self, values: NDArray[np.float64]) -> None:
         """Take the quantiles (5.12) of the reliability of the training events, (n,), NaN where it is missing."""
@@ -304,12 +308,16 @@ class Backbone(TrainableModel):
 
     def item_table(self) -> ItemTable:
         """The tied item embeddings, beside their content where it is compared, and item biases where there are any."""
-        items = self.item_belief
-        if items is None:
+        if self.item_belief is None:
             return ItemTable(self.item_embedding.weight[: self.num_items + 1], self.item_bias)
-        weight = self._vectors()[: self.num_items + 1]
+        return self._table(self._vectors(), self.item_belief.counts)
+
+    def _table(self, vectors: Tensor, counts: Tensor) -> ItemTable:
+        """The item table with the vectors of all tokens, and with (6.16), at some counts, (V + 1,)."""
+        items, weight = self.item_belief, vectors[: self.num_items + 1]
+        assert items is not None
         if items.num_events:
-            weight = torch.cat([weight, items.weights(items.counts)[:, None] * items.content], dim=1)
+            weight = torch.cat([weight, items.weights(counts)[:, None] * items.content], dim=1)
         return ItemTable(weight, items.bias(self.item_bias))
 
     def _vectors(self, counts: Tensor | None = None) -> Tensor:
@@ -326,7 +334,7 @@ class Backbone(TrainableModel):
     def with_items(self, content: Tensor, counts: Tensor) -> Backbone:
         """A copy that knows N more items, V + 1 to V + N, by their content alone.
 
-        Their own vectors are 0, and their precision is that of known items with as many events or the next fewer.
+        Their own vectors are 0.
 
         Args:
             content: (N, F), as that of the others.
@@ -334,14 +342,12 @@ class Backbone(TrainableModel):
         """
         grown, items = copy.deepcopy(self), self.item_belief
         assert items is not None, "the model reads no item features"
-        known = items.counts[1:].sort()
-        fewer = torch.searchsorted(known.values, counts.to(known.values), right=True) - 1
         fresh = {
             "item_belief.content": content,
             "item_belief.new_item_bias": items.new_item_delta() * items.prior_share(counts),
         }
         if self.item_precision is not None:
-            fresh["item_precision.base"] = self.item_precision.base[1 + known.indices[fewer.clamp(min=0)]]
+            fresh["item_precision.base"] = self.item_precision.base_of(counts, items.counts)
             fresh["item_precision.known"] = content.any(dim=1)
         V1, learned = self.num_items + 1, dict(self.named_parameters())
         for name, old in (learned | dict(self.named_buffers())).items():

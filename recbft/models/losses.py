@@ -10,7 +10,7 @@ With l_i = x . w_i + b_i the score of item i and y the target of a position,
                      beta = alpha (t (1 - 1/alpha) + 1/alpha),  alpha = min(1, k / (V - 1))
     bpr              -(1/k) sum_j log s(l_y - l_j),  j over the negatives                            (6.11)
     focal            (1 - p)^g (-log p),  p = exp(-CE(y)),  g = softplus(alpha), alpha learned, from 0   (6.20)
-    smoothed ce      (1 - e) CE(y) + (e / V) sum_i CE(i)  =  CE(y) + e x . (w_y - mean_i w_i)       (10.4)
+    smoothed ce      (1 - e) CE(y) + (e / V) sum_i CE(i)  =  CE(y) + e (l_y - mean_i l_i)           (10.4)
 
 With weights c_n of the positions each is a mean with the shares c_n / sum_n c_n in the place of 1 / N (the means over
 k stay). Negatives that are drawn from the batch's targets are then drawn in proportion to these, or, where all are
@@ -22,8 +22,8 @@ events before them, whether they are read or not.
 In (6.4) the m negatives are shared by all positions of a batch and E_j is how often item j is expected among them:
 m / V for ``uniform``, m times the item's share of the training events for ``in_batch`` (negatives drawn from the
 batch's own targets). So the sum in (6.4) has that of (6.3) as its expectation; negatives may repeat. In (6.6) and
-(6.11) each position draws k negatives of its own, uniformly from all items but its target. All draws come from
-PyTorch's default generator.
+(6.11) each position draws k negatives of its own, uniformly from all items but its target. A model that knows items by
+their content draws only items with training events. All draws come from PyTorch's default generator.
 
 The exponent of (6.20) is minimised along with the rest, as in its source. A larger one lowers the loss, since
 1 - p < 1: it grows as long as training goes on, and how far is a matter of the learning rate. It is a control.
@@ -78,13 +78,17 @@ class ItemLoss:
     """The configured loss as a function of states and item vectors.
 
     Args:
-        training_counts: events per item index, or the sums of their weights, (V + 1,), index 0 padding; only
-            ``in_batch`` reads them.
+        training_counts: events per item index, or the sums of their weights, (V + 1,), index 0 padding.
+        only_trained: no item without training events is drawn as a negative.
     """
 
-    def __init__(self, settings: BackboneConfig, training_counts: Tensor) -> None:
+    def __init__(self, settings: BackboneConfig, training_counts: Tensor, *, only_trained: bool = False) -> None:
         self.name, self.spec, self.in_batch = settings.loss, LOSSES[settings.loss], settings.negatives == "in_batch"
         self.num_items = training_counts.numel() - 1
+        self.drawn: Tensor | None = None  # rows that uniform negatives are drawn from, in order; None for all
+        if only_trained and self.spec.num_negatives and not bool((training_counts[1:] > 0).all()):
+            self.drawn = (training_counts[1:] > 0).nonzero()[:, 0]
+            self.num_items = len(self.drawn)
         if self.spec.num_negatives and self.num_items < 2:
             raise UserError(f"loss {self.name!r} needs items to draw from, but there is only one; take loss 'ce'")
         self.num_negatives = settings.num_negatives or self.spec.num_negatives
@@ -123,9 +127,11 @@ class ItemLoss:
 
     def own_negatives(self, target: Tensor) -> Tensor:
         """Negatives of (6.6) and (6.11), (N, k): uniform over all items but the target."""
+        rows = None if self.drawn is None else self.drawn.to(target.device)
+        place = target if rows is None else torch.searchsorted(rows, target)
         drawn = torch.randint(self.num_items - 1, (target.numel(), self.num_negatives), device=target.device)
-        drawn += drawn >= target[:, None]  # whatever is not below it moves up by one
-        return drawn
+        drawn += drawn >= place[:, None]  # whatever is not below it moves up by one
+        return drawn if rows is None else rows[drawn]
 
     def shared_negatives(
         self, target: Tensor, dtype: torch.dtype, shares: Tensor | None = None
@@ -134,6 +140,7 @@ class ItemLoss:
         m = self.num_negatives
         if not self.in_batch:
             drawn = torch.randint(self.num_items, (m,), device=target.device)
+            drawn = drawn if self.drawn is None else self.drawn.to(target.device)[drawn]
             return drawn, drawn.new_full((m,), math.log(m / self.num_items), dtype=dtype)
         few = m >= target.numel()
         share = self.log_share.to(device=target.device, dtype=dtype)
@@ -169,8 +176,12 @@ def _cross_entropy(
 ) -> Tensor:
     mean = full_cross_entropy(states, weight, target, left_out=seen, added=added, shares=shares)
     if loss.label_smoothing:  # (10.4)
-        from_mean = weight[target] - weight.mean(dim=0)
-        mean = mean + loss.label_smoothing * mean_of((states * from_mean).sum(dim=1), shares)
+        above_mean = (states * (weight[target] - weight.mean(dim=0))).sum(dim=1)  # (N,) l_y - mean_i l_i
+        if added is not None:
+            position, item = added.which
+            factor = (item == target[position]).to(added.added) - 1 / len(weight)
+            above_mean = above_mean.index_add(0, position, (factor * added.added).to(above_mean.dtype))
+        mean = mean + loss.label_smoothing * mean_of(above_mean, shares)
     return mean
 
 
@@ -299,7 +310,7 @@ def seen_items(batch: Batch, learn: Tensor, target: Tensor, *, num_items: int, c
         reader, begin = _spread(before), batch.num_earlier.cumsum(0) - batch.num_earlier
         seen[_within(before, reader, first + each)] = batch.earlier[_within(before, reader, begin[segment])]
     seen -= 1
-    others = seen != target[who]
+    others = (seen != target[who]) & (seen < num_items)
     return torch.stack([who, seen]) if others.all() else torch.stack([who[others], seen[others]])
 
 

@@ -245,6 +245,20 @@ class ItemPrecision(nn.Module):
         if core.initial in ("table", "credibility"):
             self.table = nn.Parameter(torch.zeros(token_counts.numel()))
 
+    def base_of(self, counts: Tensor, known: Tensor) -> Tensor:
+        """What ``base`` is for items that come later, (N,), by their counts and those of padding and items, (V + 1,).
+
+        Some bases rise evenly with counts. Of the others it is that of items with as many events or the next fewer.
+        Padding has that of an item without events.
+        """
+        known, counts = known.to(self.base), counts.to(self.base)
+        if self.mode in ("empirical_bayes", "evidence"):
+            most = known.argmax()
+            return self.base[0] + counts * (self.base[most] - self.base[0]) / known[most].clamp(min=1)
+        ordered = known[1:].sort()
+        fewer = torch.searchsorted(ordered.values, counts, right=True)  # how many items have so many or fewer
+        return self.base[torch.cat([known.new_zeros(1).long(), 1 + ordered.indices])[fewer]]
+
     def forward(self, items: Tensor, embedded: Tensor) -> Tensor:
         """Initial precision of every token: (B, T) items and (B, T, D) embeddings -> (B, T, 1)."""
         if self.mode == "uniform":

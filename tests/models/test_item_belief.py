@@ -78,13 +78,16 @@ def test_a_score_is_that_of_the_state_and_that_of_each_event_by_its_age(lab):
 
 
 @pytest.mark.parametrize("model", ["sasrec", "bert4rec", "hstu"])
-@pytest.mark.parametrize("loss", ["ce", "ce_unseen"])
-def test_training_among_all_neighbours_is_the_cross_entropy_of_the_scores(lab, model, loss):
+@pytest.mark.parametrize(("loss", "smoothing"), [("ce", 0.0), ("ce", 0.1), ("ce_unseen", 0.0)])
+def test_training_among_all_neighbours_is_the_cross_entropy_of_the_scores(lab, model, loss, smoothing):
     positive = torch.rand(lab.V + 1, 3, generator=torch.Generator().manual_seed(0))
     content = F.normalize(positive, dim=1) * (torch.arange(lab.V + 1) > 0)[:, None]
     settings = {"loss": loss, "content_neighbours": 99, "thinned_items": 0.0}
     own = lab.shaken(lab.build("matched", model, content=content, **settings)).train()
-    batch = lab.training_batch(own, HISTORIES)
+    own.item_loss.label_smoothing = smoothing
+    # An item without events may still be read, where its events have weight 0.
+    read_alone = [[1, *HISTORIES[0]], *HISTORIES[1:]]
+    batch = lab.training_batch(own, HISTORIES if model == "bert4rec" else read_alone)
     target = batch.target.flatten()
     at = target.nonzero()[:, 0]
     states = own.with_content(own.encode(batch).mean.flatten(0, 1)[at], batch, at)
@@ -93,24 +96,41 @@ def test_training_among_all_neighbours_is_the_cross_entropy_of_the_scores(lab, m
     events, decay = own.item_belief._latest(batch, at)
     itself = decay * own.item_belief.weights(own.item_belief.counts)[events] * (events > 0)
     scores = scores.scatter_add(1, (events - 1).clamp(min=0), -itself)
-    scores[:, 0] = -math.inf  # the item that has no event
+    scores = scores[:, 1:]  # without the item that has no event
     if loss == "ce_unseen":
         segment, position = batch.segment.flatten(), batch.position.flatten()
         for n, token in enumerate(at.tolist()):
             read = segment == segment[token]
             if model != "bert4rec":
                 read &= position <= position[token]
-            seen = [item for item in batch.items.flatten()[read].tolist() if item <= lab.V and item != target[token]]
-            scores[n, [item - 1 for item in seen]] = -math.inf
-    losses = own.loss(batch), F.cross_entropy(scores, target[at] - 1)
+            seen = [item for item in batch.items.flatten()[read].tolist() if 1 < item <= lab.V and item != target[token]]
+            scores[n, [item - 2 for item in seen]] = -math.inf
+    losses = own.loss(batch), F.cross_entropy(scores, target[at] - 2, label_smoothing=smoothing)
     torch.testing.assert_close(*losses)
     names, learned = zip(*own.named_parameters(), strict=True)
     for name, one, right in zip(names, *(torch.autograd.grad(x, learned) for x in losses), strict=True):
         torch.testing.assert_close(one, right, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def test_an_item_without_events_is_no_rival_and_learns_nothing(lab):
-    model = model_of(lab, thinned_items=0.0).train()
+@pytest.mark.parametrize("events", [0, 3])
+def test_negatives_from_the_batch_are_scored_as_lists_are(lab, events):
+    model = model_of(lab, loss="sampled_softmax", negatives="in_batch", content_events=events, thinned_items=0.0).train()
+    batch = lab.training_batch(model, HISTORIES)
+    at = batch.target.flatten().nonzero()[:, 0]
+    target = batch.target.flatten()[at] - 1
+    states = model.with_content(model.encode(batch).mean.flatten(0, 1)[at], batch, at)
+    scores = (states @ model.item_table().weight[1:].T)[:, target] - model.item_loss.log_share[target] - math.log(len(at))
+    scores = scores.masked_fill(target == target[:, None], -math.inf)
+    own = (states * model.item_table().weight[1:][target]).sum(dim=1)
+    expected = torch.logsumexp(torch.cat([own[:, None], scores], dim=1), dim=1) - own
+    torch.testing.assert_close(model.loss(batch), expected.mean())
+
+
+@pytest.mark.parametrize("loss", ["ce", "ce_unseen", "focal", "sampled_softmax", "bce", "gbce", "bpr"])
+def test_an_item_without_events_is_no_rival_and_learns_nothing(lab, loss):
+    model = model_of(lab, thinned_items=0.0, loss=loss).train()
+    if loss in ("bce", "bpr"):
+        model.item_loss.num_negatives = 50
     model.loss(lab.training_batch(model, HISTORIES)).backward()
     grad = model.item_embedding.weight.grad
     assert not grad[1].any() and grad[2:-1].any(dim=1).all()
@@ -173,6 +193,17 @@ def test_items_that_come_later_are_as_if_they_had_been_there_without_events(lab,
             torch.testing.assert_close(tables[0].weight[1:], tables[1].weight[1:])
             torch.testing.assert_close(tables[0].bias[1:], tables[1].bias[1:])
     assert fewer.num_items == lab.V - 1 and grown.num_items == lab.V
+
+
+@pytest.mark.parametrize("initial", ["count", "evidence", "empirical_bayes", "credibility"])
+def test_items_that_come_later_start_with_the_precision_of_their_counts(lab, initial):
+    counts = torch.tensor([0, *range(10, 10 + 5 * (lab.V - 2), 5), 0, 0])  # no item has 1 to 9 events
+    whole = lab.build("bft", content=F_WIDTH, counts=counts, core={"initial": initial}).item_precision.base
+    grown = lab.build("bft", content=F_WIDTH, counts=counts, core={"initial": initial})
+    later = torch.tensor([0, 10, 15, int(counts.max())])
+    base = grown.with_items(torch.ones(4, F_WIDTH), later).item_precision.base[-4:]
+    expected = [whole[counts.tolist().index(count, 1)] for count in later.tolist()]
+    torch.testing.assert_close(base, torch.stack(expected))
 
 
 def test_precision_grows_with_what_is_known_of_an_item_and_with_each_event(lab):

@@ -77,7 +77,7 @@ def test_the_game_comes_to_rest_at_the_length_that_earns_most(seed):
 def test_a_cut_batch_is_the_batch_of_shorter_histories():
     items, times = np.arange(1, 31), np.arange(30) * 7
     start, stop = np.array([0, 9, 12]), np.array([8, 11, 27])
-    given = {"times": times, "with_targets": True, "with_next_times": True}
+    given = {"times": times, "with_targets": True, "with_next_times": True, "first": np.array([0, 8, 11])}
     whole = pack_histories(items, start, stop, **given)
     found = cut(whole, 4)
     expected = pack_histories(items, np.maximum(start, stop - 4), stop, **given)
@@ -89,6 +89,7 @@ def test_a_cut_batch_is_the_batch_of_shorter_histories():
     for name in ("items", "position", "time", "target"):
         assert not getattr(found, name)[empty].any()
     assert torch.equal(found.items.flatten()[found.last], whole.items.flatten()[whole.last])
+    assert torch.equal(found.earlier, expected.earlier) and torch.equal(found.num_earlier, expected.num_earlier)
     assert cut(whole, 15) is whole
 
 

@@ -130,7 +130,10 @@ class ContextGame:
 
 
 def cut(batch: Batch, length: int) -> Batch:
-    """The last ``length`` tokens of each history; what stood before them becomes padding, positions count from 0."""
+    """The last ``length`` tokens of each history; what stood before them becomes padding, positions count from 0.
+
+    Where the batch knows the items before what is read, those that are cut join them.
+    """
     S = batch.last.numel()
     ends = batch.position.flatten()[batch.last]  # (S,) the last position of each history
     dropped = (ends + 1 - length).clamp(min=0)[batch.segment.clamp(min=0, max=max(0, S - 1))]  # (B, T)
@@ -141,6 +144,14 @@ def cut(batch: Batch, length: int) -> Batch:
     def keep(values: Tensor | None) -> Tensor | None:
         return None if values is None else torch.where(kept, values, 0)
 
+    if batch.earlier is not None and batch.num_earlier is not None:
+        gone = (batch.segment >= 0) & ~kept
+        history = torch.arange(S, device=gone.device).repeat_interleave(batch.num_earlier)
+        order = torch.cat([history, batch.segment[gone]]).argsort(stable=True)
+        batch = batch._replace(
+            earlier=torch.cat([batch.earlier, batch.items[gone]])[order],
+            num_earlier=batch.num_earlier + batch.segment[gone].bincount(minlength=S),
+        )
     return batch._replace(
         items=torch.where(kept, batch.items, 0),
         segment=torch.where(kept, batch.segment, -1),
