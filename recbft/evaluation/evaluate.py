@@ -121,7 +121,7 @@ def evaluate(
     precisions = [part.precision for part in parts if part.precision is not None]
     counts = np.sum([part.shown for part in parts], axis=0)
     how = dataset.splitting
-    of_lists = how.split == "global_time" and how.split_targets == "all"  # all of a user's in one list
+    of_lists = how.split != "leave_one_out" and how.split_targets == "all"  # all of a user's in one list
     more = {} if dataset.splitting.is_plain else {"training_length": dataset.split.training_length[view.user]}
     return Evaluation(
         part=part,

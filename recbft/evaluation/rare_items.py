@@ -7,7 +7,7 @@ A list has ten places, so what rare targets gain others lose. Likelihood asks fo
 rare items; who wants rare items listed says what that may cost. (2) is taken over validation targets that their users
 have not seen, seen items masked.
 
-Shapes: U users, L levels.
+Shapes: N targets, L levels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from recbft.datasets.dataset import Dataset
 from recbft.errors import UserError
-from recbft.evaluation.metrics import ndcg
+from recbft.evaluation.metrics import ndcg, over_users, owner_of
 from recbft.evaluation.new_items import JUDGED_SCORES, JUDGED_USERS, ShiftedScores
 from recbft.evaluation.probability import rows_of_new_targets
 from recbft.evaluation.score_blocks import align
@@ -63,8 +63,9 @@ def fit_rare_level(
         table = model.item_table()
         states, candidates = align(states_of_view(model, dataset, view, table.weight.device)[0], table)
         ranks, _, _ = ShiftedScores(states, candidates, view, is_rare, True, memory_mb).ranks(LEVELS)
-    values = ndcg(ranks, 10)  # (L, U)
-    means, rare = values.mean(axis=1), values[:, of_rare].mean(axis=1)
+    values = ndcg(ranks, 10)  # (L, N)
+    means = over_users(values, owner_of(view.user)).mean(axis=1)
+    rare = over_users(values[:, of_rare], owner_of(view.user[of_rare])).mean(axis=1)
     allowed = means >= (1 - cost) * means[0]
     last = len(LEVELS) - 1 if allowed.all() else int(allowed.argmin()) - 1
     return RareLevel(float(LEVELS[last]), (float(means[0]), float(means[last])), (float(rare[0]), float(rare[last])))
