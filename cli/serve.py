@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from importlib.util import find_spec
@@ -58,6 +58,14 @@ LOGGING: dict[str, Any] = {
 
 def serve(
     run: Run,
+    items: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Features of new items, as in `recbft recommend`; a file that changes is read again. Repeat for .npy "
+            "files of its rows.",
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all of this machine.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")] = 8000,
     workers: Annotated[
@@ -77,13 +85,13 @@ def serve(
     from recbft.runs.environment import cores
 
     limits = Limits(max_body, max_users, max_k)
-    Service(run, limits)  # what is wrong with the run is said now, and kernels are built once
+    Service(run, limits, items=items or ())  # what is wrong with the run is said now, and kernels are built once
 
     with tempfile.TemporaryDirectory(prefix="recbft-") as counts:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = counts
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # one worker per core answers more than one with more threads
         config = Config(
-            partial(worker_app, run, limits), factory=True, host=host, port=port, lifespan="on",
+            partial(worker_app, run, limits, items or ()), factory=True, host=host, port=port, lifespan="on",
             workers=workers or min(cores(), 4), log_config=LOGGING, access_log=False, server_header=False,
             timeout_worker_healthcheck=SLOW, timeout_graceful_shutdown=SLOW,
         )  # fmt: skip
@@ -105,14 +113,14 @@ def serve(
         raise RunError("no worker could start; the log says why")
 
 
-def worker_app(run: Path, limits: Limits) -> Any:
+def worker_app(run: Path, limits: Limits, items: Sequence[Path] = ()) -> Any:
     """The application of one worker, made in its process; a run that cannot be loaded ends it, to be tried again."""
     from recbft.api.service import Service
     from recbft.api.web import make_app
 
     logging.captureWarnings(True)
     try:
-        service = Service(run, limits)
+        service = Service(run, limits, items=items)
     except UserError as error:
         logging.getLogger("recbft.service").error("%s cannot be served: %s", run, error)
         sys.exit(1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -546,6 +547,8 @@ class Recommender:
     def save(self, path: str | Path) -> None:
         """Copy the run's folder; ``Recommender.load`` and the command line read it back.
 
+        New items of ``with_items`` are no part of the run: a warning says so, and who loads it gives them again.
+
         Raises:
             UserError: something stands there, it lies in the run's own folder, or that is gone, holds another run or is
                 being trained.
@@ -554,7 +557,13 @@ class Recommender:
             self._save(user_path(path))
 
     def _save(self, path: Path) -> None:
-        run = self._own_run()
+        run, trained = self._own_run(), self._fitted()
+        if more := len(trained.vocabulary) - trained.protocol["items"]:
+            warnings.warn(
+                f"{path} gets the run alone, without the {more:,} items that came later: give their features again "
+                "to with_items after Recommender.load, or to recbft serve or recommend as --items",
+                stacklevel=3,
+            )
         if path.is_dir() and any(path.iterdir()):
             raise UserError(f"{path} is a folder with files in it; name another, or remove it first")
         RunFolder.refuse_taken(path)

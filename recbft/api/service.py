@@ -29,7 +29,7 @@ BESIDE = {"times": USUAL_TIME, "reliability": RELIABILITY}  # what may stand bes
 # of a request for lists
 KEYS = ("histories", *BESIDE, "k", "exclude", "candidates", "cap", "filter_seen", "fallback")
 TRY_AGAIN = 30.0  # seconds after which a run that could not be loaded is tried again: it may have been half copied
-Identity = tuple[str, int, int]
+Identity = tuple[tuple[str, int, int], ...]
 _EXAMPLE = 'such as {"histories": {"ann": ["tea", "milk"]}, "k": 10}'
 _LOG = getLogger("recbft.service")
 
@@ -62,13 +62,18 @@ class Service:
 
     Any number of threads may ask; ``refresh`` changes the run between two requests.
 
+    Args:
+        items: files with the features of new items, as ``Recommender.with_items`` reads them; read again when they
+            change.
+
     Raises:
-        UserError: as ``Recommender.load``, or the run cannot recommend.
+        UserError: as ``Recommender.load`` and ``with_items``, or the run cannot recommend.
     """
 
-    def __init__(self, path: str | Path, limits: Limits | None = None) -> None:
-        self.path, self.limits = Path(path), limits or Limits()
+    def __init__(self, path: str | Path, limits: Limits | None = None, *, items: Sequence[str | Path] = ()) -> None:
+        self.path, self.limits, self.items = Path(path), limits or Limits(), [Path(file) for file in items]
         self._asked_to_reload = False
+        self._lacking = False  # whether the log says that nothing stands there that can be loaded
         self._refused: tuple[Identity | None, float] | None = None  # which run could not be loaded, and until when
         self._loading = threading.Lock()
         self._held = self._load()
@@ -83,15 +88,18 @@ class Service:
         self._asked_to_reload = True
 
     def refresh(self) -> Literal["loaded", "failed"] | None:
-        """Load the run if another stands in its place by now, or if that was asked for; else None.
+        """Load the run if another stands in its place by now, if items changed, or if that was asked for; else None.
 
         Where it cannot be loaded, the run of before goes on answering and the log says why.
         """
         with self._loading:
             asked, self._asked_to_reload = self._asked_to_reload, False
-            identity = _identity(self.path)
+            identity = self._identity()
+            if identity is None and not self._lacking:  # not finished, or between two
+                _LOG.warning("%s holds no finished run now, %s goes on", self.path, self.named["run"])
+            self._lacking = identity is None
             if not asked:
-                if identity in (None, self._held.identity):  # None: not finished, or between two
+                if identity in (None, self._held.identity):
                     return None
                 if self._refused is not None and self._refused[0] == identity and monotonic() < self._refused[1]:
                     return None
@@ -165,21 +173,23 @@ class Service:
 
     def _load(self) -> Held:
         """The run as it stands now, after an answer: the first one builds what the others use."""
-        identity = _identity(self.path)  # before: a run that is put there meanwhile is loaded next
+        identity = self._identity()  # before: a run that is put there meanwhile is loaded next
         recommender = Recommender.load(self.path)
+        if self.items:
+            recommender = recommender.with_items([str(file) for file in self.items])
         known = recommender.item_vectors().items[:1].tolist()
         recommender.recommend_lists(_with_columns([0, 1], [known, []], {"times": [[0], []]}), 1, fallback="popular")
         return Held(recommender, identity)
 
-
-def _identity(path: Path) -> Identity | None:
-    """What tells the runs in one place apart; None where none is finished."""
-    file = RunFolder(Path(os.path.realpath(path))).metrics_file  # which is written last
-    try:
-        found = file.stat()
-    except OSError:
-        return None
-    return str(file), found.st_ino, found.st_mtime_ns
+    def _identity(self) -> Identity | None:
+        """What tells the runs in one place apart, and the items of another day; None where no run is finished."""
+        file = RunFolder(Path(os.path.realpath(self.path))).metrics_file  # which is written last
+        try:
+            return tuple(
+                (str(one), found.st_ino, found.st_mtime_ns) for one in (file, *self.items) for found in (one.stat(),)
+            )
+        except OSError:
+            return None
 
 
 def _with_columns(users: Sequence[Any], histories: Any, beside: Mapping[str, Any]) -> Any:

@@ -30,6 +30,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,6 +156,12 @@ class ItemContent:
         """
         values = np.zeros((len(features) + 1, self.width), np.float32)
         blocks, ignored, start = {}, {}, 0
+        if lacking := [name for name in self.blocks if name not in features.kinds]:
+            warnings.warn(
+                f"{features.source}: no column {', '.join(map(repr, lacking))}, which the model was trained with; all "
+                "its values count as missing",
+                stacklevel=2,
+            )
         for name, block in self.blocks.items():
             blocks[name] = slice(start, start + self._widths[name])
             start = blocks[name].stop

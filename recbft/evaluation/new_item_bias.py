@@ -16,15 +16,24 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from recbft.datasets.dataset import Dataset
 from recbft.evaluation.probability import rows_of_new_targets, score_rows
 from recbft.evaluation.score_blocks import Excluded
 from recbft.evaluation.views import evaluation_mode, seen_of, some_users, states_of_view, view_of
+from recbft.models.backbone import Backbone
 from recbft.models.contract import SequenceModel
 
 SCORES, AT_LEAST = 10_000_000, 500  # of users by items that the share is taken over
 LARGEST = 50.0  # of delta, either way
+
+
+def level_new_items(model: SequenceModel | nn.Module, dataset: Dataset) -> None:
+    """Bring the items without events of a model that reads item features to their level, before it is judged."""
+    if isinstance(model, Backbone) and model.item_belief is not None:
+        model.refresh()
+        model.item_belief.raise_new_items(fit_new_item_bias(model, dataset))
 
 
 def fit_new_item_bias(model: SequenceModel, dataset: Dataset, *, memory_mb: float = 256.0) -> float:

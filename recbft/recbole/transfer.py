@@ -23,6 +23,7 @@ from recbft.datasets.content import ItemContent
 from recbft.datasets.loading import AUTO
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import Evaluation, evaluate
+from recbft.evaluation.new_item_bias import level_new_items
 from recbft.evaluation.probability import calibrations
 from recbft.models import OF_BACKBONES
 from recbft.recbole.adapter import Adapter
@@ -33,7 +34,7 @@ from recbft.runs import checkpoint
 from recbft.runs.environment import environment
 from recbft.runs.folder import RunFolder
 from recbft.training.build import build_model, new_state, run_protocol
-from recbft.training.bundle import CONTENT_FOLDER, load_trained, own_config, write_vocabulary
+from recbft.training.bundle import CONTENT_FOLDER, content_of, load_trained, own_config, write_vocabulary
 from recbft.training.card import write_card
 
 
@@ -115,14 +116,16 @@ def to_run(model: Adapter, data: Dataset, out: str | Path) -> RunFolder:
     numbers = np.array([place.get(str(raw), 0) for raw in data.item_ids], dtype=np.int64)
     _check_same_items(numbers, data.item_ids, model.recommender, "the RecBole model")
     with torch.random.fork_rng(devices=[]):
-        ours: Any = build_model(config, data)
+        content = content_of(config, data)
+        ours: Any = build_model(config, data, content=content)
     weights = _reordered(model.recommender, numbers)
     _check_same_features(weights.get(OF_BACKBONES), ours.state_dict().get(OF_BACKBONES), data.name)
     ours.load_state_dict(weights)
+    level_new_items(ours.eval(), data)
     run = RunFolder.create(
         out, config=config.to_yaml(), protocol=run_protocol(config, data, ours), environment=environment()
     )
-    write_vocabulary(run.checkpoint, data, config.content_config)
+    write_vocabulary(run.checkpoint, data, content)
     taken = checkpoint.snapshot(
         model_state=ours.state_dict(),
         optimizer_state={},
@@ -132,7 +135,6 @@ def to_run(model: Adapter, data: Dataset, out: str | Path) -> RunFolder:
         apart=False,
     )
     checkpoint.write(run.checkpoint, taken)
-    ours.eval()
     ours.refresh()
     settings = config.evaluation
     parts: dict[str, Evaluation] = {

@@ -34,6 +34,7 @@ from recbft.config.fields import to_dict
 from recbft.datasets import Dataset
 from recbft.datasets.batches import EpochBatches
 from recbft.datasets.config import DataConfig
+from recbft.datasets.content import ItemContent
 from recbft.datasets.events import TICKS_PER_SECOND, guessed_unit
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
@@ -46,7 +47,7 @@ from recbft.models.contract import TrainableModel
 from recbft.runs.checkpoint import TrainState, best_digest, vocabulary_hash
 from recbft.runs.folder import RunFolder
 from recbft.system.torch_state import set_aside
-from recbft.training.bundle import differences, load_trained
+from recbft.training.bundle import content_of, differences, load_trained
 from recbft.training.controllers import Controllers, make_controllers
 from recbft.training.graphs import GraphedSteps
 from recbft.training.optimiser import make_optimizer
@@ -68,6 +69,7 @@ class Parts(NamedTuple):
     controllers: Controllers
     graphs: GraphedSteps | None  # where ``training.cuda_graphs`` asks for them
     begun_from: dict[str, Any] | None  # the older run whose weights the model has, as ``warm_start`` returns it
+    content: ItemContent | None  # how item features become vectors, where the model reads some
 
 
 def loaded(data: DataConfig, dataset: Dataset | None) -> tuple[DataConfig, Dataset]:
@@ -79,14 +81,15 @@ def loaded(data: DataConfig, dataset: Dataset | None) -> tuple[DataConfig, Datas
     return replace(data.split_as(dataset), dataset=data.dataset or dataset.name), dataset
 
 
-def make_parts(config: RunConfig, dataset: Dataset, device: torch.device, *, begins: bool = True) -> Parts:
+def make_parts(config: RunConfig, dataset: Dataset, device: torch.device, *, began: Path | None = None) -> Parts:
     """All of them as a run begins, before there is a folder: what config and data cannot have is refused here.
 
     Args:
-        begins: False where the run has weights of its own, and needs no older run's.
+        began: the folder of the run's own weights where it has some, and needs no older run's.
     """
-    model = build_model(config, dataset, device)
-    begun_from = warm_start(model, config, dataset) if begins else None
+    content = content_of(config, dataset, began=began)
+    model = build_model(config, dataset, device, content=content)
+    begun_from = warm_start(model, config, dataset) if began is None else None
     model = model.to(device)
     optimizer = make_optimizer(model, config.training) if isinstance(model, TrainableModel) else None
     return Parts(
@@ -96,6 +99,7 @@ def make_parts(config: RunConfig, dataset: Dataset, device: torch.device, *, beg
         controllers=make_controllers(config.controllers, model, seed=config.seed),
         graphs=GraphedSteps(model, optimizer, config.training) if optimizer and config.training.cuda_graphs else None,
         begun_from=begun_from,
+        content=content,
     )
 
 
@@ -109,17 +113,20 @@ def check_begins(config: RunConfig, dataset: Dataset) -> None:
         make_controllers(config.controllers, model, seed=config.seed)
 
 
-def build_model(config: RunConfig, dataset: Dataset, device: torch.device = CPU) -> nn.Module:
+def build_model(
+    config: RunConfig, dataset: Dataset, device: torch.device = CPU, *, content: ItemContent | None = None
+) -> nn.Module:
     """The untrained model of a run, on the CPU.
 
     Args:
         device: where it will be trained, of whose random numbers those of the run begin here.
+        content: how item features become vectors; ``content_of`` says unless given.
     """
-    counts = torch.from_numpy(np.asarray(dataset.training_weights))
-    transform, content = dataset.content(config.content_config), None
-    if transform is not None and dataset.features is not None:
-        content = torch.from_numpy(transform.matrix(dataset.features).values)
-    model = config.build(counts, content)
+    content = content_of(config, dataset) if content is None else content
+    counts, vectors = torch.from_numpy(np.asarray(dataset.training_weights)), None
+    if content is not None and dataset.features is not None:
+        vectors = torch.from_numpy(content.matrix(dataset.features).values)
+    model = config.build(counts, vectors)
     if isinstance(model, Backbone) and model.reads_reliability:
         known = dataset.split.training_reliability
         if known is None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from recbft.config.fields import by_setting, to_dict
 from recbft.config.yaml_text import read_yaml
 from recbft.datasets import Dataset
-from recbft.datasets.content import ContentConfig
+from recbft.datasets.content import ItemContent
 from recbft.datasets.split import Splitting
 from recbft.datasets.vocabulary import Vocabulary
 from recbft.errors import UserError
@@ -49,9 +49,26 @@ LABELS = ("category", "set")  # kinds of features
 OF_THE_MODEL = ("model", "arm", "mixer", "backbone", "mixing", "moe", "core")  # of a configuration
 
 
-def write_vocabulary(folder: Path, dataset: Dataset, how: ContentConfig | None = None) -> None:
+def content_of(config: RunConfig, dataset: Dataset, *, began: Path | None = None) -> ItemContent | None:
+    """How the item features that a model reads become vectors: fitted on training, but as in the run it begins from.
+
+    What a warm start has learned of a column of these vectors is only true of that column.
+
+    Args:
+        began: the folder of the run's own state where it has one, which needs no older run.
+    """
+    if config.content_config is None or dataset.features is None:
+        return None
+    if config.training.warm_start is not None:
+        folder = RunFolder.open(config.training.warm_start).checkpoint if began is None else began
+        if (folder / CONTENT_FOLDER).is_dir():
+            return ItemContent.load(folder / CONTENT_FOLDER)
+    return dataset.content(config.content_config)
+
+
+def write_vocabulary(folder: Path, dataset: Dataset, content: ItemContent | None = None) -> None:
     """Write the vocabulary and training counts, unless they stand there already, whole; and how features are read."""
-    if (content := dataset.content(how)) is not None:
+    if content is not None:
         (folder / CONTENT_FOLDER).mkdir(parents=True, exist_ok=True)
         content.save(folder / CONTENT_FOLDER)
     path = folder / VOCABULARY_FILE

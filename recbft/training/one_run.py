@@ -184,7 +184,7 @@ def go_on(
         refuse_other_features(run.protocol, dataset, f"{run.path} was begun", remedy)
     else:
         refuse_other_data(run.protocol, dataset, f"{run.path} was begun", remedy)
-    parts = make_parts(config, dataset, device, begins=not run.has_checkpoint)
+    parts = make_parts(config, dataset, device, began=run.checkpoint if run.has_checkpoint else None)
     if parts.begun_from is not None and parts.begun_from["weights"] != run.protocol["begun_from"]["weights"]:
         raise UserError(
             f"{run.path} was to begin from other weights than {parts.begun_from['run']} has now; train it anew with "

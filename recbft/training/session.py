@@ -16,7 +16,7 @@ from recbft.datasets import Dataset
 from recbft.errors import RunInterruptedError, UserError
 from recbft.evaluation.evaluate import Evaluation, evaluate
 from recbft.evaluation.metrics import EvaluationConfig, begun_from
-from recbft.evaluation.new_item_bias import fit_new_item_bias
+from recbft.evaluation.new_item_bias import level_new_items
 from recbft.evaluation.probability import calibrations
 from recbft.evaluation.trace import saturated_layers
 from recbft.evaluation.views import Part
@@ -55,7 +55,7 @@ class Session:
         team: Team,
     ) -> None:
         self.run, self.config, self.dataset, self.device = run, config, dataset, device
-        self.model, self.batches, self.optimizer, self.controllers, self.graphs, _ = parts
+        self.model, self.batches, self.optimizer, self.controllers, self.graphs, _, self.content = parts
         self.state, self.progress, self.generator, self.team = state, progress, generator, team
         self.trackers = Trackers(run, config, leads=team.leads)
         self.rows: list[Row] = []
@@ -73,7 +73,7 @@ class Session:
             def take() -> Loaded | None:
                 held.enter_context(self.run.locked())
                 self.run.remove_leftovers()
-                write_vocabulary(self.run.checkpoint, self.dataset, self.config.content_config)
+                write_vocabulary(self.run.checkpoint, self.dataset, self.content)
                 if not self.run.has_checkpoint:
                     return None
                 loaded = checkpoint.load(self.run.checkpoint)
@@ -176,14 +176,15 @@ class Session:
             return
         if self.config.training.warm_start is not None:
             self.progress.note(f"begins from {begun_from(self.run.protocol)}")
+        if not self.config.training.epochs:
+            level_new_items(self.model, self.dataset)
         self._save(best=None if self.config.training.epochs else self.model.state_dict())
         self.background.wait()
 
     def validate(self) -> dict[str, float]:
         """The validation metrics of the weights that controllers want judged, the model's own without them."""
         with self.controllers.evaluation_weights(self.model):
-            if isinstance(self.model, Backbone) and (items := self.model.item_belief) is not None:
-                items.raise_new_items(fit_new_item_bias(self.model, self.dataset))
+            level_new_items(self.model, self.dataset)
             metrics = self._evaluate("validation").headline
             if self.controllers.needs_validation_loss:
                 loss = validation_cross_entropy(self.model, self.dataset)  # type: ignore[arg-type]
@@ -199,6 +200,7 @@ class Session:
             return
         metric = self.config.training.valid_metric
         with offered:
+            level_new_items(self.model, self.dataset)
             value = self._evaluate("validation").headline[metric]
             said = f"the averaged weights have valid {metric} {value:.4f}"
             if self.state.best_metric is not None and value <= self.state.best_metric:

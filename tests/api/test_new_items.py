@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from recbft import Dataset, Recommender
+from recbft.api.service import Service
 from recbft.errors import UserError
 from recbft_cli.main import main
 
@@ -110,3 +111,50 @@ def test_the_shell_lists_them_too(fitted, tmp_path, capsys):
          "--items", str(tmp_path / "new.csv"), "--candidates", str(tmp_path / "only.txt")]
     )  # fmt: skip
     assert code == 0 and ",i30," in capsys.readouterr().out
+
+
+def test_a_warm_start_reads_features_as_the_older_run_did(fitted, tmp_path):
+    """Its catalogue has more comedies, and a genre that the older one lacked: columns would stand in another order."""
+    more = features(0, 36)
+    more.loc[30:, "genre"] = ["comedy"] * 5 + ["western"]
+    more.loc[30:, "title"] = "the comedy of night 1"
+    dataset = Dataset.from_frame(
+        pd.concat([events(np.random.default_rng(1)), pd.DataFrame({"user_id": "v", "item_id": more.item_id[30:]})]),
+        items=more,
+    )
+    settings = {"epochs": 0, "hidden_size": 8, "threads": 1, "warm_start_keep": 1.0}
+    begun = Recommender("sasrec", arm="bft", warm_start=str(fitted.run.path), **settings)
+    begun.fit(dataset, out=tmp_path / "run")
+    shared = [f"i{n}" for n in range(30)]
+    priors = []
+    for one in (fitted, begun, Recommender.load(tmp_path / "run")):
+        belief, rows = one._trained.model.item_belief, one._trained.vocabulary.encode(shared)
+        priors.append(belief.prior(belief.content)[rows].detach().numpy())
+    np.testing.assert_allclose(priors[1], priors[0], atol=1e-6)
+    np.testing.assert_allclose(priors[2], priors[0], atol=1e-6)
+
+
+def test_a_saved_run_knows_no_later_items_and_says_so(fitted, tmp_path):
+    with pytest.warns(UserWarning, match="without the 6 items that came later"):
+        fitted.with_items(features(30, 36)).save(tmp_path / "copy")
+    assert len(Recommender.load(tmp_path / "copy").item_vectors().items) == 30
+
+
+def test_a_service_lists_new_items_and_those_of_another_day(fitted, tmp_path):
+    features(28, 31).to_csv(tmp_path / "new.csv", index=False)
+    service = Service(fitted.run.path, items=[tmp_path / "new.csv"])
+    asked = {"histories": {"ann": ["i0", "i3"]}, "k": 40}
+    grown = fitted.with_items(features(28, 31)).recommend({"ann": ["i0", "i3"]}, k=40)
+    assert service.recommend(asked)["lists"][0]["items"] == grown["item"].tolist() and "i30" in set(grown["item"])
+    assert service.refresh() is None
+    features(30, 36).to_csv(tmp_path / "more.csv", index=False)
+    (tmp_path / "more.csv").replace(tmp_path / "new.csv")
+    assert service.refresh() == "loaded"
+    assert {f"i{n}" for n in range(30, 36)} <= set(service.recommend(asked)["lists"][0]["items"])
+    (tmp_path / "new.csv").write_text("item_id,colour\ni40,red\n")
+    assert service.refresh() == "failed" and len(service.recommend(asked)["lists"][0]["items"]) == 34
+
+
+def test_a_column_that_new_items_lack_is_told_of(fitted):
+    with pytest.warns(UserWarning, match="no column 'title', which the model was trained with"):
+        fitted.with_items(features(30, 32).drop(columns="title"))

@@ -150,6 +150,15 @@ def test_a_run_that_cannot_be_loaded_leaves_the_old_one(two_runs, link, tmp_path
     assert service.refresh() == "loaded" and service.named["run"] == "broken"
 
 
+def test_the_log_says_once_that_nothing_stands_there_to_load(two_runs, link, caplog):
+    service, nothing = Service(link), link.with_name("nothing")
+    turn(link, nothing)
+    assert service.refresh() is None and service.refresh() is None and service.named["run"] == "run0"
+    assert caplog.text.count("holds no finished run now, run0 goes on") == 1
+    turn(link, two_runs[1])
+    assert service.refresh() == "loaded"
+
+
 def test_a_folder_without_a_finished_run_is_refused(tmp_path, two_runs):
     shutil.copytree(two_runs[0], tmp_path / "run")
     (tmp_path / "run" / "metrics.json").unlink()

@@ -47,7 +47,7 @@ def test_what_cannot_be_served_is_refused_at_once(capsys, words, message):
 def test_a_port_that_is_taken_is_named(capsys, monkeypatch):
     uvicorn = pytest.importorskip("uvicorn")
     pytest.importorskip("prometheus_client")
-    monkeypatch.setattr("recbft.api.service.Service", lambda *_: None)
+    monkeypatch.setattr("recbft.api.service.Service", lambda *_, **__: None)
     monkeypatch.setattr(uvicorn.Config, "configure_logging", lambda self: None)
     for name in ("PROMETHEUS_MULTIPROC_DIR", "OMP_NUM_THREADS"):  # which it sets for its workers
         monkeypatch.setenv(name, "1")

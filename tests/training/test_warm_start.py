@@ -17,7 +17,7 @@ from recbft.evaluation.metrics import protocol_lines
 from recbft.models.backbone import Backbone
 from recbft.runs import checkpoint
 from recbft.training import build, one_run
-from recbft.training.build import make_parts
+from recbft.training.build import build_model, make_parts
 from recbft.training.bundle import load_trained
 from recbft.training.many_seeds import train_seeds
 from recbft.training.run_config import load_run_config
@@ -91,7 +91,7 @@ def test_items_take_over_their_rows_by_raw_id_and_new_items_begin_as_in_any_run(
 ):
     asked = config(model, arm, warm_start=older(model, arm, **settings), warm_start_keep=1.0, **settings)
     made = begun(asked, grown).model
-    fresh = make_parts(asked, grown, CPU, begins=False).model.state_dict()
+    fresh = build_model(asked, grown).state_dict()
     theirs = load_trained(asked.training.warm_start).model.state_dict()
     place = {raw: index for index, raw in enumerate(older_data.item_ids.tolist(), start=1)}
     beyond = len(theirs["item_embedding.weight"]) - older_data.num_items - 1
@@ -117,7 +117,7 @@ def test_what_is_not_kept_of_the_older_weights_is_initial_weights(older, grown):
         begun(replace(asked, training=replace(asked.training, warm_start_keep=keep)), grown).model.state_dict()
         for keep in (1.0, 0.75, None)
     )
-    initial = make_parts(asked, grown, CPU, begins=False).model
+    initial = build_model(asked, grown)
     for name, own in initial.named_parameters():
         torch.testing.assert_close(most[name], 0.75 * whole[name] + 0.25 * own)
         torch.testing.assert_close(usual[name], 0.4 * whole[name] + 0.6 * own)
