@@ -26,7 +26,7 @@ from typing import Any
 import pandas as pd
 
 from recbft.api.train_and_compare import plan_comparison, train_and_compare
-from recbft.comparing.comparison import COMPARISON_FILE, DATA_FILE, Comparison
+from recbft.comparing.comparison import COMPARISON_FILE, DATA_FILE, FEATURES_FILE, Comparison
 from recbft.comparing.results import METRICS, cells_of, is_constant
 from recbft.config.fields import NULL_WORDS, is_whole
 from recbft.datasets import Dataset
@@ -198,7 +198,7 @@ def compare(
         if given is None:
             return made
         made.data.check_prepared(given)
-        return replace(made, data=DataConfig(dataset=where).split_as(made.data.split_as_asked(given)))
+        return replace(made, data=_kept(given, file).split_as(made.data.split_as_asked(given)))
 
     with _python_words():
         plans = {}
@@ -283,13 +283,23 @@ def _check_importable() -> None:
         )
 
 
+def _kept(dataset: Dataset, file: Path) -> DataConfig:
+    """Where processes read a data set that ``_keep`` has written."""
+    if dataset.features is None:
+        return DataConfig(dataset=str(file))
+    kinds = tuple(f"{column}={kind}" for column, kind in dataset.features.kinds_to_read.items())
+    return DataConfig(dataset=str(file), items=(str(file.with_name(FEATURES_FILE)),), item_kinds=kinds)
+
+
 def _keep(dataset: Dataset, file: Path) -> None:
     """Write a data set where processes read it, unless it is there."""
-    if file.is_file() and _content(file) == dataset.content_hash:
+    if _hashes(dataset, file) == dataset.hashes:
         return
     make_folder(file.parent)
     dataset.save(file)
-    if _content(file) != dataset.content_hash:
+    if dataset.features is not None:
+        dataset.features.save(file.with_name(FEATURES_FILE))
+    if _hashes(dataset, file) != dataset.hashes:
         file.unlink()
         raise UserError(
             f"data set {dataset.name!r} has its items in another order than that in which they appear, which a file "
@@ -297,9 +307,10 @@ def _keep(dataset: Dataset, file: Path) -> None:
         )
 
 
-def _content(file: Path) -> str | None:
+def _hashes(dataset: Dataset, file: Path) -> dict[str, str] | None:
+    """Those of what is kept; None where it is not there, or damaged."""
     try:
-        return Dataset.load(file).content_hash
+        return _kept(dataset, file).load().hashes if file.is_file() else None
     except UserError:
         return None
 

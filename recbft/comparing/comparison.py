@@ -26,6 +26,7 @@ from recbft.system.files import read_json, user_path
 
 COMPARISON_FILE = "comparison.json"
 DATA_FILE = "dataset.parquet"  # beside it, or beside those of several models: the data set that a program gave
+FEATURES_FILE = "items.parquet"  # beside that, its item features
 BASELINE = "matched"  # where it takes part and no other is named
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]

@@ -54,7 +54,7 @@ from recbft.datasets.formats import (
 from recbft.datasets.hashing import sha256_of, text_parts
 from recbft.datasets.vocabulary import Vocabulary, canonical_text
 from recbft.errors import UserError, did_you_mean
-from recbft.system.files import user_path
+from recbft.system.files import user_path, write_parquet
 
 Kind = Literal["category", "set", "number", "words", "vector"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -209,6 +209,16 @@ class ItemFeatures:
         """The features of items with these raw ids, in their order; an item without a row has every value missing."""
         rows = Vocabulary(self.ids).encode(ids) - 1
         return replace(self, ids=ids, table=self.table.take(pa.array(rows, mask=rows < 0)))
+
+    def save(self, path: str | Path) -> None:
+        """Write a Parquet file that ``read`` reads the same from with ``kinds_to_read``."""
+        columns = {name: self.table.column(name) for name in self.table.column_names}
+        write_parquet(user_path(path), pa.table({self.id_column: pa.array(self.ids), **columns}))
+
+    @property
+    def kinds_to_read(self) -> dict[str, str]:
+        """Column -> kind, the ids among them, so that nothing is guessed."""
+        return {self.id_column: "id", **self.kinds}
 
     def only(self, columns: Sequence[str]) -> ItemFeatures:
         """Some of the columns."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from recbft.comparing.comparison import DATA_FILE, Comparison
+from recbft.comparing.comparison import DATA_FILE, FEATURES_FILE, Comparison
 from recbft.comparing.finished_runs import Run, check_same, label_runs, read_run
 from recbft.config.fields import from_dict, verbatim
 from recbft.datasets.config import DataConfig
@@ -393,7 +393,10 @@ def _where_it_lies(data: Mapping[str, Any], folder: Path | None) -> Mapping[str,
     if folder is None or Path(str(data.get("dataset"))).name != DATA_FILE:
         return data
     here = (place / DATA_FILE for place in (folder, folder.absolute().parent))
-    return {**data, "dataset": next((str(file) for file in here if file.is_file()), data["dataset"])}
+    if (found := next((file for file in here if file.is_file()), None)) is None:
+        return data
+    items = {"items": [str(found.with_name(FEATURES_FILE))]} if data.get("items") else {}
+    return {**data, "dataset": str(found), **items}
 
 
 def _gap(dataset: Dataset) -> IntArray | None:

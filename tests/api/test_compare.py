@@ -121,11 +121,29 @@ def dataset_frame(dataset):
     return pd.DataFrame({"user_id": users, "item_id": dataset.decode(dataset.items), "timestamp": dataset.times})
 
 
-@pytest.mark.parametrize("kind", ["text ids and dates", "no times"])
+def features_of(items):
+    """A column of every kind, some values missing, and two items that nobody has chosen."""
+    items = [*items, 98, 99]
+    n = np.arange(len(items))
+    return pd.DataFrame(
+        {
+            "item_id": items,
+            "brand": [None if k % 5 == 0 else f"b{k % 4}" for k in n],
+            "price": np.where(n % 7 == 0, np.nan, n / 3),
+            "tags": [["a"] if k % 2 else ["b", "c"] for k in n],
+            "title": [f"thing of {k % 6} parts" for k in n],
+            "picture": [[k / 9, 1.0 - k] for k in n],
+        }
+    )
+
+
+@pytest.mark.parametrize("kind", ["text ids and dates", "no times", "item features"])
 def test_a_data_set_is_kept_as_it_was_given(frame, tmp_path, kind):
     events, how = frame.sample(frac=1, random_state=0), {"time": "timestamp"}
     if kind == "no times":
         events, how = events[["user_id", "item_id"]], {}
+    elif kind == "item features":
+        how["items"] = features_of(sorted(set(events["item_id"])))
     else:
         events = events.assign(
             user_id="0" + events["user_id"].astype(str),
@@ -136,8 +154,11 @@ def test_a_data_set_is_kept_as_it_was_given(frame, tmp_path, kind):
     compared = compare("published,matched", given, out=tmp_path, seeds="0-1", **SMALL)
     protocol = compared.comparisons["sasrec"].protocol
     assert (protocol["content_hash"], protocol["dataset"]) == (given.content_hash, "a/name, of sorts")
+    assert protocol.get("features_hash") == given.hashes.get("features_hash")
     kept = Dataset.load(tmp_path / "dataset.parquet")
-    assert kept.target_hash == given.target_hash and kept.preparation == given.preparation
+    assert kept.target_hash == given.target_hash
+    if kind != "item features":
+        assert kept.preparation == given.preparation
     run = compared.comparisons["sasrec"].arms["matched"].runs[0]
     alone = Recommender("sasrec", arm="matched", seed=0, threads=1, **SMALL).fit(given)
     pd.testing.assert_frame_equal(pd.read_parquet(run / "per_user.parquet"), alone.evaluate(given).per_user)
