@@ -391,15 +391,31 @@ def dates_in(text: Any, name: str, source: str) -> Any:
     """The dates of a column that begins with one, spaces around them left out, as arrow's timestamps in nanoseconds."""
     first = text[0].as_py()
     written = pc.replace_substring_regex(text, _UTC, "Z") if re.search(_UTC, first) else text
+    kind = pa.timestamp("ns", tz="UTC" if _OFFSET.match(written[0].as_py()) else None)
     try:
-        stamps = written.cast(pa.timestamp("ns", tz="UTC" if _OFFSET.match(written[0].as_py()) else None))
-    except pa.ArrowInvalid as error:
-        raise UserError(f"{source}: column {name!r}: {error}; {ALIKE}") from None
+        stamps = written.cast(kind)
+    except pa.ArrowInvalid:
+        unread = np.arange(len(text)) == _first_that_fails(written, kind)
+        refuse_first(unread, text, name, source, f"but {ALIKE}")
+        raise
     # Arrow up to version 21 at least overflows silently where nanoseconds do not reach.
     days = pc.utf8_slice_codeunits(text, 0, len(_LAST_DAY))
     beyond = pc.or_(pc.less(days, _FIRST_DAY), pc.greater(days, _LAST_DAY))
     refuse_first(beyond, text, name, source, f"but {ALIKE}")
     return stamps
+
+
+def _first_that_fails(text: Any, kind: Any) -> int:
+    """The row of the first text that cannot be cast, by halving."""
+    first, end = 0, len(text)
+    while end - first > 1:
+        middle = (first + end) // 2
+        try:
+            text.slice(first, middle - first).cast(kind)
+            first = middle
+        except pa.ArrowInvalid:
+            end = middle
+    return first
 
 
 def _ticks(column: Any) -> tuple[NDArray[np.int64], str]:

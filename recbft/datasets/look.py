@@ -55,6 +55,8 @@ _ROLES = {
     "session": r"(session|visit|basket)(id|idx|no|number|key)? | sid",
     "event": r"(event|action|behaviou?r|interaction|activity)(type|name|kind)? | type | kind",
 }
+_DATE = re.compile(r"\s*\d{4}-\d\d-\d\d")
+_SOME_DATE = re.compile(r"\s*\d{1,4}([-/.])\d{1,2}\1\d{2,4}\b")
 _NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 
 
@@ -257,20 +259,28 @@ def _roles(form: _Form) -> tuple[dict[str, str | None], list[str]]:
 
 
 def _time_candidates(sample: pd.DataFrame, names: Sequence[str], notes: list[str]) -> list[str]:
-    """The columns of times that can be read, the finest first."""
+    """The columns of times, the finest first: those that can be read, and those with a few faults, which reading names.
+
+    Of others that look like times a note says why they are left out.
+    """
     by_name = time_columns(names)
-    for name in by_name:
-        if not _is_time(sample[name].tolist(), any_number=True):
-            shown = next(iter(sample[name].dropna().tolist()), None)
+    found = []
+    for name in [*by_name, *(name for name in names if name not in by_name and not _role_of(name))]:
+        values = [value for value in sample[name].dropna().tolist() if str(value).strip()]
+        if _is_time(values, any_number=name in by_name) or _mostly(_DATE, values):
+            found.append(name)
+        elif name in by_name or _mostly(_SOME_DATE, values):
+            unread = next((value for value in values if not _is_time([value], any_number=True)), None)
+            said = "is called as one of times" if name in by_name else "looks like one of times"
             notes.append(
-                f"column {name!r} is called as one of times, and {shown!r} is not read as one; write it like "
-                "2024-01-31 12:30:00 to order by it"
+                f"column {name!r} {said}, and {unread!r} is not read as one; write it like 2024-01-31 12:30:00 to "
+                "order by it"
             )
-    readable = [name for name in by_name if _is_time(sample[name].tolist(), any_number=True)]
-    readable += [
-        name for name in names if name not in by_name and not _role_of(name) and _is_time(sample[name].tolist())
-    ]
-    return sorted(readable, key=lambda name: -sample[name].map(str).nunique())
+    return sorted(found, key=lambda name: -sample[name].map(str).nunique())
+
+
+def _mostly(pattern: re.Pattern[str], values: Sequence[Any]) -> bool:
+    return 2 * sum(pattern.match(str(value)) is not None for value in values) > len(values)
 
 
 def _is_number(kind: Any) -> bool:

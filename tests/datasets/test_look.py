@@ -112,6 +112,27 @@ def test_a_folder_of_parts_is_looked_at_as_one(tmp_path, form):
     assert (found.config.user, found.config.item, found.config.time) == ("visitor_id", "product_id", "when")
 
 
+@pytest.mark.parametrize(
+    ("at", "fault", "message"),
+    [
+        (50, "unknown", "row 51: column 'day' holds 'unknown', but write all dates alike"),
+        (50, "2024-01-31T12:30:00", "row 51: column 'day' holds '2024-01-31T12:30:00', but write"),
+        (0, "", "row 1: column 'day' holds '', but a time may not be blank"),
+    ],
+)
+def test_a_faulty_date_does_not_leave_the_rows_unordered(tmp_path, at, fault, message):
+    days = [f"2024-01-{1 + n % 28:02}T12:30:00Z" for n in range(len(LOG))]
+    days[at] = fault
+    LOG[["user", "item"]].assign(day=days).to_csv(tmp_path / "a.csv", index=False)
+    found = look(tmp_path / "a.csv")
+    assert found.config.time == "day" and message in found.problem
+
+
+def test_dates_that_are_not_read_are_noted_whatever_their_column_is_called(tmp_path):
+    LOG[["user", "item"]].assign(day="13/03/2025 17:13").to_csv(tmp_path / "a.csv", index=False)
+    assert "column 'day' looks like one of times, and '13/03/2025 17:13' is not read" in look(tmp_path / "a.csv").notes[0]
+
+
 def test_what_is_worth_knowing_is_noted(tmp_path):
     LOG.assign(date="31.01.2024", session_id=1)[["user", "date", "action", "item", "session_id"]].to_csv(
         tmp_path / "a.csv", index=False
