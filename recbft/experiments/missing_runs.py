@@ -150,6 +150,6 @@ def _check_begins(missing: Sequence[RunConfig], together: Sequence[RunConfig], d
         if len(together) > 1:
             where = f"--batch-seeds cannot be given with arm {arm.label}"
             check_together(together[:2])
-            check_stackable(together[0])
+            check_stackable(together[0], with_features=dataset.features is not None)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None

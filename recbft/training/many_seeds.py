@@ -88,7 +88,7 @@ def train_seeds(
     configs = [replace(config, data=data) for config in configs]
     runs = [_existing(config, path, dataset) for config, path in zip(configs, paths, strict=True)]
     with ExitStack() as held, memory_explained(first), run_settings(first.training) as device:
-        check_stackable(first)  # before a folder is made
+        check_stackable(first, with_features=dataset.features is not None)  # before a folder is made
         remarks = {"trained_together": [config.seed for config in configs]}
         sessions: dict[int, Session] = {}
         # Runs that stand there go first: what is refused of them is refused before a folder is made.
@@ -133,10 +133,11 @@ def check_together(configs: Sequence[RunConfig]) -> None:
             raise UserError(f"seed {config.seed} is given twice; give each once")
 
 
-def check_stackable(config: RunConfig) -> None:
+def check_stackable(config: RunConfig, *, with_features: bool) -> None:
     """Refuse a model whose seeds cannot share a stack, before there are data."""
     with set_aside(), OwnRandomNumbers():
-        model = config.build(torch.tensor([0, 1, 1]))
+        reads = with_features and config.content_config is not None
+        model = config.build(torch.tensor([0, 1, 1]), torch.eye(3) if reads else None)
     Stacked([_backbone(model)], [torch.Generator()])
 
 
