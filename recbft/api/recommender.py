@@ -592,8 +592,9 @@ class Recommender:
         assert run is not None
         if not (unfinished or run.is_finished):
             raise UserError(
-                f"{path} is not finished: training was stopped or still goes on; go on with Recommender.resume("
-                f"{str(path)!r}), or give unfinished=True to take the best weights of its epochs so far"
+                f"{path} is not finished: training was stopped or still goes on; go on with {run.resume_command}"
+                f", in Python with Recommender.resume({str(path)!r}) (and the dataset if it came from there), or give "
+                "unfinished=True to take the best weights of its epochs so far"
             )
         return recommender
 

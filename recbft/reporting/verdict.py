@@ -92,7 +92,8 @@ def answer(
         )  # fmt: skip
     sentence = f"No difference between {found.arm} and {found.baseline} could be shown on {dataset}"
     evidence, more = _evidence(found, p, num_arms), "."
-    if found.seeds.smallest_effect:  # equal differences leave no spread to tell it from
+    # Equal differences leave no spread to tell it from, and few of them too little.
+    if found.seeds.smallest_effect and found.seeds.num_seeds >= FEWEST_SEEDS:
         sentence += f"; one of {_detectable(found)} or more would probably have been"
         with_power = f"with {counted(found.seeds.num_seeds, 'seed')} a difference of {_detectable(found)} would have"
         alone = " by a test alone, without Holm's adjustment" if num_arms > 1 else ""

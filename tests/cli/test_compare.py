@@ -184,7 +184,7 @@ def test_comparisons_of_different_data_are_pooled(capsys, made, tmp_path):
         (["run", "--out", "x", "--seeds", "0-3"], "--seeds has no effect with run folders"),
         (["run", "--pool", "--metrics", "hr@10"], "--metrics has no effect with --pool; give it to each comparison"),
         (["--out", "x", "--external", "other=none.csv"], "--external other: there is no file none.csv"),
-        (["run", "--pool"], "run holds no comparison.json; make it with: recbft compare RUN_DIR"),
+        (["run", "--pool"], "run holds no comparison.json; finish the comparison with the command that began it"),
     ],
 )
 def test_bad_usage_is_refused_before_anything_is_written(capsys, monkeypatch, tmp_path, events, more, message):

@@ -131,7 +131,7 @@ def test_what_is_written_is_read_back_also_from_another_place(trained, copied, t
     shutil.rmtree(moved / "runs" / "bft-seed1")
     with pytest.raises(UserError, match=r"there is no run folder .*bft-seed1"):
         load_comparison(moved)
-    with pytest.raises(UserError, match=r"holds no comparison.json; make it with: recbft compare RUN_DIR\.\.\. --out"):
+    with pytest.raises(UserError, match=r"holds no comparison.json; finish .*: recbft compare RUN_DIR\.\.\. --out"):
         load_comparison(tmp_path)
     (tmp_path / "comparison.json").write_text("{")
     with pytest.raises(UserError, match=r"comparison\.json is damaged; make it again"):
