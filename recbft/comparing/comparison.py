@@ -183,8 +183,10 @@ def read_results(path: Path) -> dict[str, Any]:
         UserError: there are none, or they are damaged.
     """
     if not (path / COMPARISON_FILE).is_file():
-        raise UserError(f"{path} holds no {COMPARISON_FILE}; finish the comparison with the command that began it, or make one of "
-            f"finished runs: recbft compare RUN_DIR... --out {path}")
+        raise UserError(
+            f"{path} holds no {COMPARISON_FILE}; finish the comparison with the command that began it, or make one of "
+            f"finished runs: recbft compare RUN_DIR... --out {path}"
+        )
     try:
         read: dict[str, Any] = read_json(path / COMPARISON_FILE)
     except ValueError:

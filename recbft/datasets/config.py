@@ -125,8 +125,10 @@ class DataConfig:
             if error.column not in ("user_id", "item_id"):  # which nobody has named
                 raise
             role = error.column.removesuffix("_id")
-            said = f"{role}='NAME' in Python, in a shell --{role} NAME, or --set {role}=NAME where a command has no such "
-            said += f"option (`recbft data look {shlex.quote(str(self.dataset))}` guesses all of them)"
+            said = (
+                f"{role}='NAME' in Python, in a shell --{role} NAME, or --set {role}=NAME where there is no such option"
+            )
+            said += f" (`recbft data look {shlex.quote(str(self.dataset))}` guesses all of them)"
             raise UserError(f"{error}; name the column as {role}: {said}") from None
         return self.split_as_asked(made)
 

@@ -55,7 +55,7 @@ _ROLES = {
     "session": r"(session|visit|basket)(id|idx|no|number|key)? | sid",
     "event": r"(event|action|behaviou?r|interaction|activity)(type|name|kind)? | type | kind",
 }
-_DATE = re.compile(r"\s*\d{4}-\d\d-\d\d")
+_DATE = re.compile(r"\s*\d{4}-\d\d-\d\d(?=[\sT]|$)")
 _SOME_DATE = re.compile(r"\s*\d{1,4}([-/.])\d{1,2}\1\d{2,4}\b")
 _NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 

@@ -268,8 +268,8 @@ class Session:
             named = "layer " + str(layers[0]) if len(layers) == 1 else "layers " + " and ".join(map(str, layers))
             warnings.warn(
                 f"in {named}, more than a fifth of the observation precisions are the largest allowed "
-                f"(core.lam_max {self.model.core.lam_max:g}), and tell no events apart; core.prior_variance=running "
-                "avoids that, and `recbft probe` shows the shares",
+                f"(core.lam_max {self.model.core.lam_max:g}), and tell no events apart: lists are as good, but their "
+                "precision says little (`recbft probe`); core.prior_variance=running avoids that",
                 stacklevel=2,
             )
 

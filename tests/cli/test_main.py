@@ -134,8 +134,10 @@ def test_a_message_shows_what_would_steer_the_terminal(capsys, tmp_path):
     file.write_text("\x1b[2J\u202eBesuch größer 日本,b\n1,2\n", encoding="utf-8")
     code, _, err = run(capsys, "data", "show", file)
     said = r"no column 'user_id'; choose one of \x1b[2J\u202eBesuch größer 日本, b"
-    advice = "name the column as user: user='NAME' in Python, in a shell --user NAME, or --set user=NAME where a command has no such option"
-    advice += f" (`recbft data look {file}` guesses all of them)"
+    advice = (
+        "name the column as user: user='NAME' in Python, in a shell --user NAME, or --set user=NAME where there is "
+    )
+    advice += f"no such option (`recbft data look {file}` guesses all of them)"
     assert code == 2 and err == f"error: {file}: {said}; {advice}\n"
 
 

@@ -130,7 +130,9 @@ def test_a_faulty_date_does_not_leave_the_rows_unordered(tmp_path, at, fault, me
 
 def test_dates_that_are_not_read_are_noted_whatever_their_column_is_called(tmp_path):
     LOG[["user", "item"]].assign(day="13/03/2025 17:13").to_csv(tmp_path / "a.csv", index=False)
-    assert "column 'day' looks like one of times, and '13/03/2025 17:13' is not read" in look(tmp_path / "a.csv").notes[0]
+    assert (
+        "column 'day' looks like one of times, and '13/03/2025 17:13' is not read" in look(tmp_path / "a.csv").notes[0]
+    )
 
 
 def test_what_is_worth_knowing_is_noted(tmp_path):

@@ -103,7 +103,9 @@ def test_training_among_all_neighbours_is_the_cross_entropy_of_the_scores(lab, m
             read = segment == segment[token]
             if model != "bert4rec":
                 read &= position <= position[token]
-            seen = [item for item in batch.items.flatten()[read].tolist() if 1 < item <= lab.V and item != target[token]]
+            seen = [
+                item for item in batch.items.flatten()[read].tolist() if 1 < item <= lab.V and item != target[token]
+            ]
             scores[n, [item - 2 for item in seen]] = -math.inf
     losses = own.loss(batch), F.cross_entropy(scores, target[at] - 2, label_smoothing=smoothing)
     torch.testing.assert_close(*losses)
@@ -114,12 +116,16 @@ def test_training_among_all_neighbours_is_the_cross_entropy_of_the_scores(lab, m
 
 @pytest.mark.parametrize("events", [0, 3])
 def test_negatives_from_the_batch_are_scored_as_lists_are(lab, events):
-    model = model_of(lab, loss="sampled_softmax", negatives="in_batch", content_events=events, thinned_items=0.0).train()
+    model = model_of(
+        lab, loss="sampled_softmax", negatives="in_batch", content_events=events, thinned_items=0.0
+    ).train()
     batch = lab.training_batch(model, HISTORIES)
     at = batch.target.flatten().nonzero()[:, 0]
     target = batch.target.flatten()[at] - 1
     states = model.with_content(model.encode(batch).mean.flatten(0, 1)[at], batch, at)
-    scores = (states @ model.item_table().weight[1:].T)[:, target] - model.item_loss.log_share[target] - math.log(len(at))
+    scores = (
+        (states @ model.item_table().weight[1:].T)[:, target] - model.item_loss.log_share[target] - math.log(len(at))
+    )
     scores = scores.masked_fill(target == target[:, None], -math.inf)
     own = (states * model.item_table().weight[1:][target]).sum(dim=1)
     expected = torch.logsumexp(torch.cat([own[:, None], scores], dim=1), dim=1) - own
