@@ -697,7 +697,7 @@ def test_a_run_that_was_stopped_is_loaded_on_purpose_alone(dataset, tmp_path):
     with pytest.raises(RunError):
         Recommender("sasrec", arm="bft", **SMALL).fit(dataset, out=tmp_path / "run", progress=StopAfter(1))
     told = (
-        r"run is not finished: .*; go on with recbft train --resume .*run, in Python with Recommender\.resume\('.*run'\)"
+        r"run is not finished: .*; go on with recbft train --resume .*run, in Python with Recommender\.resume\(.*run'\)"
         r" .*or give unfinished=True to take the best"
     )
     with pytest.raises(UserError, match=told):
