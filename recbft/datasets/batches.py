@@ -232,7 +232,8 @@ class EpochBatches(abc.ABC):
         usual, number = self.samples.num_pieces, self.num_batches
         cuts = [min(num_pieces, round(n * self.batch_size * num_pieces / usual)) for n in range(number)]
         for first, stop in itertools.pairwise([*cuts, num_pieces]):
-            yield order[first:stop]
+            # An epoch may have fewer pieces than batches: there one is read again.
+            yield order[first:stop] if first < stop else order[first - 1 : first] if first else order[:1]
 
 
 class TrainingBatches(EpochBatches):

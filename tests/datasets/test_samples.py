@@ -103,6 +103,21 @@ def test_an_epoch_depends_on_seed_and_number_alone_and_has_as_many_batches_as_ev
         assert len(sizes) == one.num_batches and max(sizes) <= 4 and min(sizes[:-1]) >= 2
 
 
+@pytest.mark.parametrize(("lengths", "batch_size"), [([40, 9], 1), ([8], 2), ([7, 3], 2)])
+@pytest.mark.parametrize("cloze", [False, True])
+def test_an_epoch_of_fewer_windows_than_batches_reads_one_again(lengths, batch_size, cloze):
+    items, start, stop = log_of(lengths)
+    settings = {"max_length": 4, "batch_size": batch_size, "samples": "windows", "seed": 0}
+    batches = (
+        ClozeBatches(items, start, stop, mask=MASK, **settings)
+        if cloze
+        else TrainingBatches(items, start, stop, **settings)
+    )
+    for epoch in range(20):
+        sizes = [len(batch.last) for batch in batches.epoch(epoch)]
+        assert len(sizes) == batches.num_batches and min(sizes) >= 1
+
+
 def test_batches_are_of_the_size_that_is_asked_for_on_average():
     *_, batches = next_items([40] * 300, "windows", max_length=6, batch_size=16)
     sizes = [len(batch.last) for epoch in range(5) for batch in batches.epoch(epoch)]

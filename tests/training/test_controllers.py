@@ -99,6 +99,7 @@ def test_the_learning_rate_is_flat_then_a_cosine_to_its_floor():
     assert found == pytest.approx([1, 1, 0.1 + 0.9 / 2, 0.1])
     warm = LrFloor(LrFloorConfig(warmup=0.1, flat=0.4, floor=0.1))
     assert [warm.lr_factor(moment(step=step)) for step in (0, 4, 9, 10)] == pytest.approx([0.1, 0.5, 1, 1])
+    assert LrFloor(LrFloorConfig(warmup=0.004)).lr_factor(moment(step=0)) == 1  # of less than one step
 
 
 def test_label_smoothing_decays_to_its_floor():

@@ -92,7 +92,7 @@ class LrFloor:
     def lr_factor(self, moment: Moment) -> float:
         """In (0, 1], and from ``floor`` once warmed up."""
         if self.config.warmup and moment.progress < self.config.warmup:
-            return (moment.progress + 1 / moment.total_steps) / self.config.warmup
+            return min(1.0, (moment.progress + 1 / moment.total_steps) / self.config.warmup)
         u = max(0.0, moment.progress - self.config.flat) / (1 - self.config.flat)
         return self.config.floor + (1 - self.config.floor) * (1 + math.cos(math.pi * u)) / 2
 
