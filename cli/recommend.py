@@ -181,7 +181,7 @@ def _as_trained(file: Path, own: DataConfig, how: dict[str, Any]) -> dict[str, A
     form: dict[str, Any] = {}
     there: Sequence[str] = column_names(file, how.get("separator"))
     if own.session is None and all(column in there for column in usual.values()):
-        return {}
+        return {"time": own.time} if own.time in there else {}
     if not all(trained[name] in there for name in usual):
         if "separator" in how or ending(file) != ending(Path(str(own.dataset))):
             return {}

@@ -125,6 +125,13 @@ class Events:
         if session is not None:
             parts = [one.cast(pa.large_string()) for one in (users, read_ids(flat(table, session), session, source))]
             users = pc.binary_join_element_wise(*parts, pa.scalar("/", pa.large_string()))
+            holds = [pc.any(pc.match_substring(one, "/")).as_py() for one in parts]
+            pairs = pa.table({"user": parts[0], "session": parts[1]}) if all(holds) else None
+            if pairs is not None and len(pairs.group_by(["user", "session"]).aggregate([])) > len(users.unique()):
+                raise UserError(
+                    f"{source}: two sessions of different users have the same name USER/SESSION, since ids hold '/'; "
+                    f"write {user!r} or {session!r} without it"
+                )
         return cls(
             source=source,
             user=users,
@@ -369,6 +376,12 @@ def are_of_our_time(numbers: NDArray[np.int64], unit: str) -> NDArray[np.bool_]:
 def unit_of_our_time(ticks: int) -> str | None:
     """The unit in which a number is a date of our time, if there is one."""
     return next((unit for unit in UNITS if are_of_our_time(np.array(ticks), unit)), None)
+
+
+def unit_of_all(ticks: NDArray[np.int64]) -> str | None:
+    """The unit in which all numbers are dates of our time, if there is one."""
+    ends = np.array([ticks.min(), ticks.max()]) if len(ticks) else ticks
+    return next((unit for unit in UNITS if len(ends) and are_of_our_time(ends, unit).all()), None)
 
 
 def shown_time(ticks: int, unit: str | None) -> str:

@@ -463,7 +463,8 @@ def _sets(column: Any, name: str, source: str, separator: str) -> Any:
         lists = _variable(column)
     else:
         raise UserError(f"{source}: column {name!r} has type {column.type}, but a set is a list or a text")
-    rows = pc.list_parent_indices(lists).to_numpy(zero_copy_only=False)
+    # Not arrow's parent indices: behind a missing list of a fixed size these count values that flattening drops.
+    rows = np.repeat(np.arange(len(lists)), pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False))
     members = _texts(pc.list_flatten(lists), name, source)
     frame = pd.DataFrame({"row": rows, "member": members.to_pandas()}).dropna().drop_duplicates()
     frame = frame.sort_values(["row", "member"], kind="stable")

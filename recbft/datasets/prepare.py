@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from recbft.config.fields import is_whole
 from recbft.datasets.columns import is_text
-from recbft.datasets.events import Events
+from recbft.datasets.events import Events, unit_of_all
 from recbft.datasets.parts import warn_of_later_training
 from recbft.datasets.row_filter import Condition, conditions_of, satisfying
 from recbft.datasets.row_order import warn_if_newest_first
@@ -150,7 +150,7 @@ def prepare(events: Events, preparation: Preparation) -> Prepared:
     record = {
         "source": events.source,
         "filters": preparation.to_dict(),
-        "time_unit": events.time_unit,
+        "time_unit": events.time_unit or (None if events.time is None else unit_of_all(events.time)),
         "before": {
             "users": len(events.user.unique()),
             "items": len(events.item.unique()),

@@ -163,12 +163,13 @@ def in_usual_columns(
         return histories
     there = set(histories.columns)
     who = by_session({"user": user, "session": session})
-    own = {"user_id": who["user"] or "user_id", "item_id": item or "item_id", USUAL_TIME: time or USUAL_TIME}
+    own = {"user_id": who["user"] or "user_id", "item_id": item or "item_id"}
     is_usual = session is None and {"user_id", "item_id"} <= there
-    if reliability in there:
-        histories = histories.assign(**{RELIABILITY: histories[reliability]})
-        there.add(RELIABILITY)
-    own[RELIABILITY] = RELIABILITY
+    for usual, name in ((RELIABILITY, reliability), (USUAL_TIME, time)):
+        if name in there and name != usual:
+            histories = histories.assign(**{usual: histories[name]})
+            there.add(usual)
+    own |= {RELIABILITY: RELIABILITY, USUAL_TIME: USUAL_TIME}
     if is_usual or not {own["user_id"], own["item_id"]} <= there:
         return histories
     named = histories[[name for name in own.values() if name in there]].rename(

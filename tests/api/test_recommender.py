@@ -523,13 +523,33 @@ def test_a_model_that_reads_times_is_evaluated_on_dates_told_in_its_unit(timed, 
 def test_whole_numbers_and_dates_that_a_model_of_milliseconds_reads_otherwise(timed, dataset):
     recommender, fine = timed
     plain = dated_frame(dataset, 1).assign(when=1_700_000_000 + np.arange(dataset.num_events))
+    assert recommender.aligned(Dataset.from_frame(plain, time="when")).times.max() >= 1_700_000_000_000
+    undated = plain.assign(when=plain["when"].where(plain.index > 0, 1))  # the first is no date of our time
     with pytest.warns(UserWarning, match="look like dates in s, but the model takes them for .* in ms") as told:
-        recommender.evaluate(recommender.aligned(Dataset.from_frame(plain, time="when")))
+        recommender.evaluate(recommender.aligned(Dataset.from_frame(undated, time="when")))
     assert len(told) == 1
     finer = replace(fine, times=fine.times * 1000, preparation={**fine.preparation, "time_unit": "us"})
     assert recommender.evaluate(finer).metrics == recommender.evaluate(fine).metrics
     with pytest.raises(UserError, match="are in us, but the model reads times and its training data had ms; give the"):
         recommender.evaluate(replace(finer, times=finer.times + 1))
+
+
+def test_numbers_in_another_unit_than_the_numbers_of_training_are_refused_or_converted(dataset):
+    seconds = dated_frame(dataset, 1).assign(when=1_700_000_000 + 60 * np.arange(dataset.num_events))
+    given = Dataset.from_frame(seconds, time="when")
+    recommender = Recommender("hstu", time_bias=True, **SMALL).fit(given)
+    finer = seconds.assign(when=seconds["when"] * 1000)
+    assert recommender.aligned(Dataset.from_frame(finer, time="when")).times.tolist() == given.times.tolist()
+    vectors = recommender.user_vectors(seconds).vectors
+    np.testing.assert_array_equal(
+        recommender.user_vectors(seconds.rename(columns={"when": "timestamp"})).vectors, vectors
+    )
+    dates = seconds.assign(when=pd.to_datetime(seconds["when"], unit="s"))
+    np.testing.assert_array_equal(recommender.user_vectors(dates).vectors, vectors)
+    with pytest.raises(UserError, match="look like dates in ms, but the model reads them in s"):
+        recommender.user_vectors(finer)
+    # The run's own column of times goes before one that is called as usual.
+    np.testing.assert_array_equal(recommender.user_vectors(seconds.assign(timestamp=5)).vectors, vectors)
 
 
 def test_data_that_were_changed_since_training_are_not_taken_for_the_run_s_own(tmp_path):

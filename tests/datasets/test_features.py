@@ -202,6 +202,12 @@ def test_a_data_set_renumbered_takes_its_features_along():
     assert again.features.table.equals(other.features.table) and again.features.hash == dataset.features.hash
 
 
+def test_a_set_that_is_missing_among_lists_of_a_fixed_size_is_missing():
+    lists = pa.array([["x", "y"], None, ["y", "z"]], pa.list_(pa.string(), 2))
+    found = ItemFeatures.from_frame(pa.table({"item_id": [1, 2, 3], "s": lists}))
+    assert found.table.column("s").to_pylist() == [["x", "y"], None, ["y", "z"]]
+
+
 def test_a_saved_data_set_holds_the_events_alone(tmp_path):
     Dataset.from_frame(EVENTS, items=movies()).save(tmp_path / "x.parquet")
     again = Dataset.load(tmp_path / "x.parquet")

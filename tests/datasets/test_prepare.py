@@ -95,6 +95,14 @@ def test_sessions_are_histories_instead_of_users_or_of_each_user(tmp_path, endin
         Dataset.from_frame(frame, user="visit", session="visit")
 
 
+def test_sessions_that_would_share_a_name_are_refused():
+    frame = pd.DataFrame({"who": ["a/b"] * 3 + ["a"] * 3, "visit": ["c"] * 3 + ["b/c"] * 3, "item_id": list("xyzxyw")})
+    with pytest.raises(UserError, match="two sessions of different users have the same name USER/SESSION"):
+        Dataset.from_frame(frame, user="who", session="visit")
+    told_apart = frame.assign(visit=["c"] * 3 + ["d/c"] * 3)
+    assert Dataset.from_frame(told_apart, user="who", session="visit").num_users == 2
+
+
 @pytest.mark.parametrize(("keep", "expected"), [(None, "x y x z y"), ("first", "x y z"), ("last", "x z y")])
 def test_deduplication_keeps_the_first_or_last_event_in_time_of_a_pair(keep, expected):
     frame = log("a:y a:z a:x a:y a:x b:x b:y b:z", when=[9, 8, 7, 6, 5, 1, 2, 3])

@@ -143,7 +143,7 @@ def test_a_filter_that_cannot_be_read_is_refused_where_it_cannot(where, at):
         ("a > 2024-01-01", ["may", "june"], "row 1: column 'a' holds 'may', but > compares numbers or dates"),
         ("a = buy", [1, 2], "column 'a' has type int64, and the row filter asks for 'buy'; numbers: compare it with o"),
         ("a > 3", [datetime.date(2024, 1, 1)], "column 'a' has type date32.*, and .* asks for '3'; dates: compare it"),
-        ("a > 2024-01-01", ["2024-01-02", "?"], "column 'a': .*write all dates alike"),
+        ("a > 2024-01-01", ["2024-01-02", "?"], "row 2: column 'a' holds .*write all dates alike"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(where, values, complaint):
