@@ -1,6 +1,7 @@
 """Fine-tuning of a pretrained Llama on wrong labels, with and without a precision channel.
 
 python -m benchmarks.language.finetune --weights DIR/text/stories260K.bin --json FILE
+python -m benchmarks.language.finetune --weights wikitext2 --data-root DIR --json FILE       a small one, made first
 python -m benchmarks.language.finetune --weights FOLDER --size full --seeds 0-4 --json FILE      any Llama
 
 The model draws sequences of its own, of which some train and others test. In training a share of the targets is another
@@ -31,8 +32,10 @@ from torch import Tensor
 from benchmarks import machine
 from benchmarks.command import finish, parse, parse_shares, parser, recorded
 from benchmarks.language.llama2c import load_llama2c
+from benchmarks.language.model import SIZES as MODEL_SIZES
 from benchmarks.language.model import Focal
-from benchmarks.language.text import Windows
+from benchmarks.language.model import Size as ModelSize
+from benchmarks.language.text import SOURCES, Corpus, Windows, load_corpus
 from benchmarks.mechanisms.mqar import warmed
 from recbft.errors import RunError, UserError, did_you_mean
 from recbft.experiments.lists import parse_seeds, split_list
@@ -68,6 +71,33 @@ def load_teacher(weights: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).eval()
+
+
+def made_of(corpus: Corpus, size: ModelSize) -> Any:
+    """A small Llama that has learned a text, in evaluation mode."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=corpus.vocabulary + 1, hidden_size=size.width, intermediate_size=3 * size.width,
+        num_hidden_layers=size.layers, num_attention_heads=size.heads, num_key_value_heads=size.heads,
+        max_position_embeddings=4 * size.length, tie_word_embeddings=True,
+    )  # fmt: skip
+    model, windows, order = LlamaForCausalLM(config), Windows(corpus.train, size.length), torch.Generator()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, weight_decay=WEIGHT_DECAY)
+    steps = size.epochs * sum(1 for _ in windows.batches(size.batch_size))
+    rate = torch.optim.lr_scheduler.LambdaLR(
+        optimiser, lambda step: warmed(step, max(1, round(size.warmup * steps)), max(steps, step + 1))
+    )
+    for _ in range(size.epochs):
+        for batch in windows.batches(size.batch_size, order=order):
+            assert batch.target is not None
+            optimiser.zero_grad()
+            token_losses(model, batch.items, batch.target).mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimiser.step()
+            rate.step()
+    return model.eval()
 
 
 @torch.no_grad()
@@ -137,7 +167,12 @@ def main(arguments: Sequence[str]) -> int:
         if arm not in ARMS:
             raise UserError(f"unknown arm {arm!r}; {did_you_mean(arm, ARMS)}")
     size, device = SIZES[options.size], chosen_device(TrainingConfig(device=options.device).device)
-    teacher = load_teacher(Path(options.weights)).to(device)
+    if options.weights in SOURCES:
+        made_as = MODEL_SIZES[options.size]
+        corpus = load_corpus(options.weights, Path(options.data_root or "."), vocabulary=made_as.vocabulary)
+        teacher = made_of(corpus, made_as).to(device)
+    else:
+        teacher = load_teacher(Path(options.weights)).to(device)
     made = machine.header(recorded(NAME, arguments), device=device)
     print("\n".join(machine.lines(made)), end="\n\n")
     rows: list[dict[str, Any]] = []
@@ -168,7 +203,10 @@ def _mean(rows: Sequence[dict[str, Any]], arm: str, share: float) -> float:
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser(NAME, "Fine-tuning on wrong labels.")
-    options.add_argument("--weights", metavar="PATH", required=True, help="a file of llama2.c, or a model's folder")
+    options.add_argument(
+        "--weights", metavar="PATH", required=True, help="a file of llama2.c, a model's folder, or a text"
+    )
+    options.add_argument("--data-root", metavar="DIR", help="folder that text/ lies in, where a text is named")
     options.add_argument("--size", choices=sorted(SIZES), default="small")
     options.add_argument("--arms", default=",".join(ARMS))
     options.add_argument("--shares", default="0,0.1,0.2,0.4", help="of the training targets that are wrong")

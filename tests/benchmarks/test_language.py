@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.language import finetune, llama2c, perplexity
 from benchmarks.language.model import Arm, Focal, Size, inside, make_model, mean_loss, perplexities, token_losses, train
-from benchmarks.language.text import SOURCES, Windows, by_characters, by_pairs, load_corpus, read_text
+from benchmarks.language.text import SOURCES, Corpus, Windows, by_characters, by_pairs, load_corpus, read_text
 from recbft.errors import UserError
 from recbft.experiments.lists import split_list
 from recbft.training.controllers import VALIDATION_LOSS
@@ -362,6 +362,14 @@ def test_fine_tuning_measures_what_wrong_labels_cost(tmp_path, monkeypatch, caps
     assert all(math.isfinite(row["excess"]) for row in rows)
     with pytest.raises(UserError, match="unknown arm 'bfr'; did you mean 'bft'"):
         finetune.main([*given, "--arms", "bfr"])
+
+
+def test_a_small_llama_is_made_of_a_text_and_learns_it(tmp_path):
+    pytest.importorskip("transformers")
+    tokens = torch.arange(1, 9).repeat(60)
+    size = replace(perplexity.SIZES["small"], width=16, layers=1, heads=2, length=8, batch_size=8, epochs=12)
+    made = finetune.made_of(Corpus("counting", tokens, tokens, 8, torch.ones(9)), size)
+    assert finetune.mean_loss(made, tokens[:9][None]) < 1.0 < math.log(8)
 
 
 def test_a_teacher_loses_nothing_to_itself_and_draws_what_its_seed_says(tmp_path):
