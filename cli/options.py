@@ -115,6 +115,15 @@ Items = Annotated[
         help="Item features: a table, or auto for the .item file beside the events; repeat for .npy files of its rows.",
     ),
 ]
+NewItems = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--items",
+        metavar="FILE",
+        help="Features of new items, in the columns of those in training: the model lists them too. Repeat for "
+        ".npy files of its rows.",
+    ),
+]
 ItemKinds = Annotated[
     list[str] | None,
     typer.Option(

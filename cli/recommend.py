@@ -18,7 +18,7 @@ import typer
 from recbft.errors import UserError
 from recbft.reporting.progress import SILENCE
 from recbft_cli.evaluate import say_unfinished
-from recbft_cli.options import Columns, Item, Run, Separator, Session, Time, User, of_data
+from recbft_cli.options import Columns, Item, NewItems, Run, Separator, Session, Time, User, of_data
 from recbft_cli.terminal import say
 
 if TYPE_CHECKING:
@@ -80,14 +80,7 @@ def recommend(
             "training; a column fallback marks them."
         ),
     ] = None,
-    items: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Features of new items, in the columns of those in training: the model lists them too. Repeat for "
-            ".npy files of its rows.",
-        ),
-    ] = None,
+    items: NewItems = None,
     user: User = None,
     item: Item = None,
     time: Time = None,

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from recbft.errors import RunError, UserError
-from recbft_cli.options import Run
+from recbft_cli.options import NewItems, Run
 
 if TYPE_CHECKING:
     from recbft.api.service import Limits
@@ -58,14 +58,7 @@ LOGGING: dict[str, Any] = {
 
 def serve(
     run: Run,
-    items: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Features of new items, as in `recbft recommend`; a file that changes is read again. Repeat for .npy "
-            "files of its rows.",
-        ),
-    ] = None,
+    items: NewItems = None,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all of this machine.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")] = 8000,
     workers: Annotated[
