@@ -23,7 +23,6 @@ from recbft.datasets.content import ItemContent
 from recbft.datasets.loading import AUTO
 from recbft.errors import UserError
 from recbft.evaluation.evaluate import Evaluation, evaluate
-from recbft.evaluation.new_item_bias import level_new_items
 from recbft.evaluation.probability import calibrations
 from recbft.models import OF_BACKBONES
 from recbft.recbole.adapter import Adapter
@@ -121,7 +120,6 @@ def to_run(model: Adapter, data: Dataset, out: str | Path) -> RunFolder:
     weights = _reordered(model.recommender, numbers)
     _check_same_features(weights.get(OF_BACKBONES), ours.state_dict().get(OF_BACKBONES), data.name)
     ours.load_state_dict(weights)
-    level_new_items(ours.eval(), data)
     run = RunFolder.create(
         out, config=config.to_yaml(), protocol=run_protocol(config, data, ours), environment=environment()
     )
@@ -135,6 +133,7 @@ def to_run(model: Adapter, data: Dataset, out: str | Path) -> RunFolder:
         apart=False,
     )
     checkpoint.write(run.checkpoint, taken)
+    ours.eval()
     ours.refresh()
     settings = config.evaluation
     parts: dict[str, Evaluation] = {
