@@ -97,6 +97,8 @@ SUMMARIES = {
     "mechanism": Summary(first="data"),
     "items": Summary(first="items are known by"),
     "new-items": Summary(first="HR@10 of targets"),
+    "other-items": Summary(first="data, items are known by"),
+    "finetune": Summary(first="model, training targets"),
 }
 
 
