@@ -88,7 +88,8 @@ def train_seeds(
     configs = [replace(config, data=data) for config in configs]
     runs = [_existing(config, path, dataset) for config, path in zip(configs, paths, strict=True)]
     with ExitStack() as held, memory_explained(first), run_settings(first.training) as device:
-        check_stackable(first, with_features=dataset.features is not None)  # before a folder is made
+        # Before a folder is made; without epochs nothing is trained together.
+        check_stackable(first, with_features=dataset.features is not None and first.training.epochs > 0)
         remarks = {"trained_together": [config.seed for config in configs]}
         sessions: dict[int, Session] = {}
         # Runs that stand there go first: what is refused of them is refused before a folder is made.

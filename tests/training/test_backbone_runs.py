@@ -68,8 +68,9 @@ def test_a_time_bias_without_real_times_is_refused(dataset, tmp_path):
 @pytest.mark.parametrize(("unit", "day"), [("ms", "8.64e+07"), ("us", "8.64e+10"), ("ns", "8.64e+13")])
 def test_a_clock_of_seconds_is_refused_where_times_are_not(unit, day, timed):
     settings = {**SMALL, "mixer": "rfa", "mixing.time": True}
-    seconds = replace(timed, times=1_600_000_000 + np.arange(len(timed.items)))
-    finer = replace(timed, times=seconds.times * TICKS_PER_SECOND[unit])
+    unknown = {**timed.preparation, "time_unit": None}
+    seconds = replace(timed, times=1_600_000_000 + np.arange(len(timed.items)), preparation=unknown)
+    finer = replace(seconds, times=seconds.times * TICKS_PER_SECOND[unit])
     dated = replace(seconds, preparation={**seconds.preparation, "time_unit": unit})  # what dates say goes first
     told = f"mixing.time_unit is 86400, a day of seconds, .* are in {unit} .*; set mixing.time_unit to {re.escape(day)}"
     for data in (finer, dated):
@@ -100,8 +101,8 @@ def test_a_time_biased_model_recommends_from_histories_with_times_only(timed):
         recommender.recommend(frame.assign(timestamp=stamps), 3) for stamps in ([5, 90, 4000], [5, 3000, 4000])
     )
     assert not np.allclose(one["score"], other["score"])
-    with pytest.raises(UserError, match="holds dates or fractions of seconds, which cannot be converted"):
-        recommender.recommend(frame.assign(timestamp=0.5), 3)
+    fractions = recommender.recommend(frame.assign(timestamp=[5.25, 90.25, 4000.25]), 3)
+    np.testing.assert_array_equal(fractions["score"], one["score"])  # of seconds, which it was trained on
     shown = Recommender("hstu", arm="bft", **settings, show_target_time=True).fit(timed)
     with pytest.raises(UserError, match="trained with show_target_time: true"):
         shown.recommend(frame, 3)
