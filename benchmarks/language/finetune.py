@@ -33,10 +33,9 @@ from benchmarks import machine
 from benchmarks.command import finish, parse, parse_shares, parser, recorded
 from benchmarks.language.llama2c import load_llama2c
 from benchmarks.language.model import SIZES as MODEL_SIZES
-from benchmarks.language.model import Focal
+from benchmarks.language.model import Focal, warmed_cosine
 from benchmarks.language.model import Size as ModelSize
 from benchmarks.language.text import SOURCES, Corpus, Windows, load_corpus
-from benchmarks.mechanisms.mqar import warmed
 from recbft.errors import RunError, UserError, did_you_mean
 from recbft.experiments.lists import parse_seeds, split_list
 from recbft.reporting.tables import text_table
@@ -86,9 +85,7 @@ def made_of(corpus: Corpus, size: ModelSize) -> Any:
     model, windows, order = LlamaForCausalLM(config), Windows(corpus.train, size.length), torch.Generator()
     optimiser = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, weight_decay=WEIGHT_DECAY)
     steps = size.epochs * sum(1 for _ in windows.batches(size.batch_size))
-    rate = torch.optim.lr_scheduler.LambdaLR(
-        optimiser, lambda step: warmed(step, max(1, round(size.warmup * steps)), max(steps, step + 1))
-    )
+    rate = warmed_cosine(optimiser, steps, size.warmup)
     for _ in range(size.epochs):
         for batch in windows.batches(size.batch_size, order=order):
             assert batch.target is not None
@@ -137,9 +134,7 @@ def tune(teacher: Any, arm: str, train: Tensor, targets: Tensor, size: Size, see
     focal = Focal().to(train.device) if arm == "focal" else None
     parameters = [*model.parameters(), *(() if focal is None else focal.parameters())]
     optimiser = torch.optim.AdamW(parameters, lr=size.learning_rate, weight_decay=WEIGHT_DECAY)
-    rate = torch.optim.lr_scheduler.LambdaLR(
-        optimiser, lambda step: warmed(step, max(1, round(WARMUP * steps)), max(steps, step + 1))
-    )
+    rate = warmed_cosine(optimiser, steps, WARMUP)
     order = torch.Generator().manual_seed(seed)
     model.train()
     for _ in range(size.epochs):

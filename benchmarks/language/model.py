@@ -150,9 +150,7 @@ def train(arm: Arm, size: Size, corpus: Corpus, seed: int, device: torch.device)
         groups.append({"params": list(focal.parameters()), "weight_decay": 0.0})
     optimiser = torch.optim.AdamW(groups, lr=size.learning_rate)
     steps = size.epochs * num_batches(windows, size)
-    rate = torch.optim.lr_scheduler.LambdaLR(
-        optimiser, lambda step: warmed(step, max(1, round(size.warmup * steps)), max(steps, step + 1))
-    )
+    rate = warmed_cosine(optimiser, steps, size.warmup)
     order, step, mean = torch.Generator().manual_seed(seed), 0, math.nan
     for epoch in range(1, size.epochs + 1):
         model.refresh()
@@ -199,6 +197,13 @@ def asked_for(options: argparse.Namespace) -> tuple[Size, Corpus, torch.device]:
     size = replace(size, epochs=options.epochs or size.epochs)
     corpus = load_corpus(options.data, Path(options.data_root), vocabulary=size.vocabulary)
     return size, corpus, chosen_device(TrainingConfig(device=options.device).device)
+
+
+def warmed_cosine(optimiser: torch.optim.Optimizer, steps: int, warmup: float) -> torch.optim.lr_scheduler.LambdaLR:
+    """The rate by a warm-up over a share of the steps, then a cosine."""
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimiser, lambda step: warmed(step, max(1, round(warmup * steps)), max(steps, step + 1))
+    )
 
 
 def epoch_batches(arm: Arm, windows: Windows, size: Size, corpus: Corpus, order: torch.Generator) -> Iterator[Batch]:

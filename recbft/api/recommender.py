@@ -558,12 +558,6 @@ class Recommender:
 
     def _save(self, path: Path) -> None:
         run, trained = self._own_run(), self._fitted()
-        if more := len(trained.vocabulary) - trained.protocol["items"]:
-            warnings.warn(
-                f"{path} gets the run alone, without the {more:,} items that came later: give their features again "
-                "to with_items after Recommender.load, or to recbft serve or recommend as --items",
-                stacklevel=3,
-            )
         if path.is_dir() and any(path.iterdir()):
             raise UserError(f"{path} is a folder with files in it; name another, or remove it first")
         RunFolder.refuse_taken(path)
@@ -571,6 +565,12 @@ class Recommender:
             raise UserError(f"{path} lies in the folder that is to be copied, {run.path}; name one outside it")
         with run.locked(alone=False), new_folder(path) as made:
             shutil.copytree(run.path, made, dirs_exist_ok=True)
+        if more := len(trained.vocabulary) - trained.protocol["items"]:
+            warnings.warn(
+                f"{path} has the run alone, without the {more:,} items that came later: give their features again "
+                "to with_items after Recommender.load, or to recbft serve or recommend as --items",
+                stacklevel=3,
+            )
 
     @classmethod
     def load(cls, path: str | Path, *, data_root: str | Path | None = None, unfinished: bool = False) -> Recommender:

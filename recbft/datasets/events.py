@@ -57,7 +57,7 @@ OUR_TIME = (631_152_000, 4_102_444_800)  # the years 1990 to 2099, in seconds si
 LIST = r"^\s*\[.*\]\s*$"  # written in a cell
 MOST_DIGITS = 18  # after the point of a number in a rare spelling
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]{1,4})?$")
-_DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}($|[T ])")
+DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}($|[T ])")
 _FIRST_DAY, _LAST_DAY = "1677-09-22", "2262-04-11"  # of what 64 bits of nanoseconds reach
 _UTC = " ?(UTC|GMT)$"
 _OFFSET = re.compile(r".{10}.*(Z|[+-][0-9]{2}(:?[0-9]{2})?)$")
@@ -380,8 +380,10 @@ def unit_of_our_time(ticks: int) -> str | None:
 
 def unit_of_all(ticks: NDArray[np.int64]) -> str | None:
     """The unit in which all numbers are dates of our time, if there is one."""
-    ends = np.array([ticks.min(), ticks.max()]) if len(ticks) else ticks
-    return next((unit for unit in UNITS if len(ends) and are_of_our_time(ends, unit).all()), None)
+    if not len(ticks):
+        return None
+    unit = unit_of_our_time(int(ticks.min()))
+    return unit if unit == unit_of_our_time(int(ticks.max())) else None
 
 
 def shown_time(ticks: int, unit: str | None) -> str:
@@ -397,7 +399,7 @@ def shown_time(ticks: int, unit: str | None) -> str:
 def are_dates(text: Any) -> bool:
     """Whether a column of text, spaces around it left out, begins with a date."""
     first = text[0].as_py() if len(text) else None
-    return first is not None and _DAY.match(first) is not None
+    return first is not None and DATE.match(first) is not None
 
 
 def dates_in(text: Any, name: str, source: str) -> Any:

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from recbft.datasets.columns import from_pandas, is_text
 from recbft.datasets.config import DataConfig
 from recbft.datasets.dataset import Dataset
-from recbft.datasets.events import UNITS, are_dates, are_of_our_time, read_times
+from recbft.datasets.events import DATE, UNITS, are_dates, are_of_our_time, read_times
 from recbft.datasets.formats import (
     FORMATS,
     OTHER_SEPARATORS,
@@ -55,8 +55,7 @@ _ROLES = {
     "session": r"(session|visit|basket)(id|idx|no|number|key)? | sid",
     "event": r"(event|action|behaviou?r|interaction|activity)(type|name|kind)? | type | kind",
 }
-_DATE = re.compile(r"\s*\d{4}-\d\d-\d\d(?=[\sT]|$)")
-_SOME_DATE = re.compile(r"\s*\d{1,4}([-/.])\d{1,2}\1\d{2,4}\b")
+_SOME_DATE = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{2,4}\b")
 _NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 
 
@@ -267,7 +266,7 @@ def _time_candidates(sample: pd.DataFrame, names: Sequence[str], notes: list[str
     found = []
     for name in [*by_name, *(name for name in names if name not in by_name and not _role_of(name))]:
         values = [value for value in sample[name].dropna().tolist() if str(value).strip()]
-        if _is_time(values, any_number=name in by_name) or _mostly(_DATE, values):
+        if _is_time(values, any_number=name in by_name) or _mostly(DATE, values):
             found.append(name)
         elif name in by_name or _mostly(_SOME_DATE, values):
             unread = next((value for value in values if not _is_time([value], any_number=True)), None)
@@ -280,7 +279,7 @@ def _time_candidates(sample: pd.DataFrame, names: Sequence[str], notes: list[str
 
 
 def _mostly(pattern: re.Pattern[str], values: Sequence[Any]) -> bool:
-    return 2 * sum(pattern.match(str(value)) is not None for value in values) > len(values)
+    return 2 * sum(pattern.match(str(value).strip()) is not None for value in values) > len(values)
 
 
 def _is_number(kind: Any) -> bool:
