@@ -20,7 +20,7 @@ import pandas as pd
 
 from benchmarks.command import finish, parser
 from benchmarks.study.choose import finished_runs
-from recbft.comparing.finished_runs import Run, arm_name, own_settings, read_run
+from recbft.comparing.finished_runs import Run, arm_name, mixer_defaults, own_settings, read_run
 from recbft.errors import UserError
 from recbft.runs.folder import RunFolder
 from recbft.system.files import write_atomic
@@ -149,16 +149,22 @@ def check_alike(lines: pd.DataFrame, what: str) -> None:
 def arms_of(table: pd.DataFrame, told: Sequence[str] = ()) -> tuple[str, dict[str, pd.DataFrame]]:
     """The settings that all arms share, and the lines of each arm by name and seed.
 
-    ``told`` are settings that names tell even where all arms share them.
+    ``told`` are settings that names tell even where all arms share them. A setting as the mixer has it by itself is not
+    among them.
     """
     groups = sorted(table.groupby(["arm", "settings"]), key=_place)
-    settings = [json.loads(own) for (_, own), _ in groups]
+    settings = [_beyond_mixer(lines["model"].iloc[0], arm, json.loads(own)) for (arm, own), lines in groups]
     common = {key: value for key, value in settings[0].items() if all(own.get(key) == value for own in settings)}
     named = {}
     for ((arm, _), lines), own in zip(groups, settings, strict=True):
         name = arm_name(arm, {key: value for key, value in own.items() if key in told or key not in common})
         named[name] = lines.set_index("seed")
     return ", ".join(f"{key}={value}" for key, value in common.items()), named
+
+
+def _beyond_mixer(model: str, arm: str, own: Mapping[str, Any]) -> dict[str, Any]:
+    by_itself = mixer_defaults({"model": model, "arm": arm, "mixer": own.get("mixer")}) if "mixer" in own else []
+    return {key: value for key, value in own.items() if (key, value) not in by_itself}
 
 
 def _place(group: tuple[Any, pd.DataFrame]) -> tuple[int, int]:

@@ -165,7 +165,7 @@ def against(reports: Path, file: str, metric: str = NDCG, baseline: str = DECAY)
         for name, runs in arms.items():
             lead = None if name == baseline else _lead(arms, name, baseline, metric)
             chosen = "" if lead is None else _bold(_lead(arms, name, baseline, VALIDATION))
-            short = re.sub(r"(controllers\.\w+)=\{[^}]*\}|,mixing\.[^,\]]+", r"\1", name)  # without what a section has
+            short = re.sub(r"(controllers\.\w+)=\{[^}]*\}", r"\1", name)  # without what a section has
             shown = [*_named((model, data)), f"`{short}`", str(len(runs)), _with_spread(runs[metric])]
             lines.append((shown, lead, chosen))
     adjusted = iter(holm([lead.p_t for _, lead, _ in lines if lead is not None]))

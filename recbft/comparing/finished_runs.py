@@ -205,6 +205,15 @@ def arm_name(name: str, settings: Mapping[str, Any]) -> str:
     return f"{name}[{listed}]" if listed else name
 
 
+def mixer_defaults(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """What the name of a run's mixer says of its own options; nothing of a mixer that this process does not know."""
+    try:
+        usual = load_run_config(model=config["model"], arm=config["arm"], mixer=config.get("mixer"))
+    except UserError:
+        return []
+    return list(by_setting({"mixing": to_dict(usual.mixing)}).items())
+
+
 def _own(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a configuration that are not those of its model and arm."""
     default = by_setting(_identifying(to_dict(load_run_config(model=config["model"], arm=config["arm"]))))
@@ -214,7 +223,7 @@ def _own(config: Mapping[str, Any]) -> dict[str, Any]:
 def _written(value: Any) -> str:
     """A setting's value in a name; a model that is joined by its own name."""
     if isinstance(value, Mapping) and "model" in value:
-        said_by_mixer = _mixer_defaults(value)
+        said_by_mixer = mixer_defaults(value)
         own = {key: each for key, each in _own(value).items() if (key, each) not in said_by_mixer}
         return arm_name(f"{value['model']}/{value['arm']}", own)
     return value if isinstance(value, str) else json.dumps(value)
@@ -233,7 +242,7 @@ def _short(value: object) -> str:
 def _name(group: Sequence[Run], groups: Sequence[Sequence[Run]], with_model: bool) -> str:
     config = group[0].config
     alike = [by_setting(_of_arm(o)) for o in groups if all(o[0].config[k] == config[k] for k in ("model", "arm"))]
-    said_by_mixer = _mixer_defaults(config)
+    said_by_mixer = mixer_defaults(config)
     # The decay is always said: a plain layer with it is another baseline than one without.
     own = {
         key: value
@@ -242,15 +251,6 @@ def _name(group: Sequence[Run], groups: Sequence[Sequence[Run]], with_model: boo
         or (any(other.get(key) != value for other in alike) and (key, value) not in said_by_mixer)
     }
     return arm_name(f"{config['model']}/{config['arm']}" if with_model else str(config["arm"]), own)
-
-
-def _mixer_defaults(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """What the name of a run's mixer says of its own options; nothing of a mixer that this process does not know."""
-    try:
-        usual = load_run_config(model=config["model"], arm=config["arm"], mixer=config.get("mixer"))
-    except UserError:
-        return []
-    return list(by_setting({"mixing": to_dict(usual.mixing)}).items())
 
 
 def _of_arm(runs: Sequence[Run], *, any_seed: bool = False) -> dict[str, Any]:
