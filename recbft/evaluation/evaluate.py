@@ -35,7 +35,16 @@ from recbft.datasets.split import View
 from recbft.evaluation.metrics import KS, SETTINGS, headline_setting, metrics_from_ranks
 from recbft.evaluation.ranks import Ranks, full_ranks
 from recbft.evaluation.top_k import top_k
-from recbft.evaluation.views import Part, evaluation_mode, events_of, seen_of, some_users, states_of_view, view_of
+from recbft.evaluation.views import (
+    Part,
+    compared_of_view,
+    evaluation_mode,
+    events_of,
+    seen_of,
+    some_users,
+    states_of_view,
+    view_of,
+)
 from recbft.models.contract import SequenceModel
 
 IntArray = NDArray[np.int64]
@@ -219,7 +228,10 @@ def _rank(
             part = view.rows(chunk)
             states, precision = states_of_view(model, dataset, part, table.weight.device)
             seen, ids = seen_of(part), dataset.user_ids[part.user]
-            ranks.append(full_ranks(states, table, part.target, *seen, memory_mb=memory_mb, user_ids=ids))
+            compared = compared_of_view(model, dataset, part)
+            ranks.append(
+                full_ranks(states, table, part.target, *seen, memory_mb=memory_mb, user_ids=ids, compared=compared)
+            )
             if precision is not None:
                 precisions.append(precision)
             who = listed[slice(*np.searchsorted(listed, [chunk.start, chunk.stop]))] - chunk.start
@@ -228,6 +240,7 @@ def _rank(
                 best = top_k(
                     states[torch.from_numpy(who).to(states.device)], table, min(max(ks), dataset.num_items),
                     exclude_items=barred, exclude_offsets=by_user, memory_mb=memory_mb,
+                    compared=None if compared is None else compared.of(who),
                 )  # fmt: skip
                 one += shown(best.items, dataset.num_items, ks)
     return _Found(_joined(ranks), np.concatenate(precisions) if precisions else None, counts)

@@ -206,7 +206,7 @@ class _Scores:
         self.spans = [slice(stop - n, stop) for n, stop in zip(size, np.cumsum(size), strict=True)]
         self.models = []
         for states, table in (first, second):
-            states, (weight, bias) = align(states, table)
+            states, (weight, bias, _) = align(states, table)
             rows = torch.from_numpy(order).to(weight.device)
             self.models.append((states, Candidates(weight[rows], None if bias is None else bias[rows])))
         self.targets = torch.from_numpy(where[targets] - 1).to(self.models[0][0].device)

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recbft.datasets.statistics import distinct
-from recbft.evaluation.score_blocks import Candidates, NanWatch, align, score_block, spans, user_blocks
+from recbft.evaluation.score_blocks import Candidates, NanWatch, align, by_products, score_block, spans, user_blocks
 from recbft.kernels.product import product
-from recbft.models.contract import ItemTable
+from recbft.models.contract import ComparedContent, ItemTable
 
 IntArray = NDArray[np.int64]
 
@@ -49,6 +49,7 @@ def full_ranks(
     *,
     memory_mb: float = 256.0,
     user_ids: NDArray[np.generic] | None = None,
+    compared: ComparedContent | None = None,
 ) -> Ranks:
     """Rank every user's target by (a) and (b).
 
@@ -60,6 +61,7 @@ def full_ranks(
             do no harm, nor does the target among them.
         memory_mb: bound on the block of scores.
         user_ids: names for the message about NaN, (N,).
+        compared: as ``SequenceModel.compared`` has it, of these users.
 
     Returns:
         The ranks, which do not depend on how the scores were cut into blocks (but for rounding).
@@ -75,7 +77,8 @@ def full_ranks(
     assert targets.size == 0 or 1 <= targets.min() <= targets.max() < groups.of_item.size, "targets are items 1..V"
     rows, width, chunks = user_blocks(states, num_groups, memory_mb)
     width = min(width, _EXACT)
-    candidates = groups.candidates.for_blocks(num_users, rows)
+    states, candidates = by_products(states, groups.candidates, None if groups.size is not None else compared, width)
+    candidates = candidates.for_blocks(num_users, rows)
     room = states.new_empty(rows * width)
     ranks = Ranks(np.zeros(num_users, np.int64), np.zeros(num_users, np.int64))
     for users in chunks:
@@ -83,7 +86,7 @@ def full_ranks(
         seen = _Seen.others(seen_items, seen_offsets, users, targets)
         score = None if width == num_groups else _own_scores(chunk, candidates, own)
         for columns in spans(num_groups, width):
-            block = score_block(chunk, candidates, columns, room)
+            block = score_block(chunk, candidates, columns, room, users)
             watch.look(block, users)
             at_least = _mark_at_least(block, own - columns.start, score)
             ranks.unfiltered[users] += groups.num_marked(at_least, columns)
@@ -158,7 +161,7 @@ def _own_scores(chunk: Tensor, candidates: Candidates, own: IntArray) -> Tensor:
 
 def _group_equal(candidates: Candidates) -> _Groups:
     """Find the candidates whose rows are equal, so that they tie however a product rounds."""
-    weight, bias = candidates
+    weight, bias, _ = candidates
     num_items, D = weight.shape
     of_item = np.arange(-1, num_items)
     # The sum over group sizes must stay exact, so a larger vocabulary leaves equal items to the product.
@@ -173,7 +176,7 @@ def _group_equal(candidates: Candidates) -> _Groups:
 
 def _all_different(candidates: Candidates) -> bool:
     """True if a wrapping sum over the bits of each row, which equal rows share, takes V different values."""
-    weight, bias = candidates
+    weight, bias, _ = candidates
     num_items, D = weight.shape
     bits = torch.int64 if weight.dtype == torch.float64 else torch.int32
     factor = torch.randint(1 << 62, (D + 1,), generator=torch.Generator().manual_seed(0)).to(weight.device) | 1

@@ -21,7 +21,7 @@ from recbft.datasets.statistics import distinct
 from recbft.datasets.vocabulary import shown_id
 from recbft.errors import RunError, UserError
 from recbft.kernels.product import common_size, fastest_layout, product
-from recbft.models.contract import ItemTable
+from recbft.models.contract import ComparedContent, ItemTable
 
 IntArray = NDArray[np.int64]
 
@@ -38,6 +38,7 @@ class Candidates(NamedTuple):
 
     weight: Tensor  # (V, D)
     bias: Tensor | None  # (V,)
+    compared: ComparedContent | None = None  # what scores have beside, of users in the order of the states
 
     def for_blocks(self, num_users: int, rows: int) -> Candidates:
         """The same, stored as products read them fastest where more than one block of ``rows`` users pays for it."""
@@ -95,13 +96,33 @@ def user_blocks(states: Tensor, num_items: int, memory_mb: float) -> tuple[int, 
     return rows, width, [slice(first, min(first + size, num_users)) for first in range(0, num_users, max(1, size))]
 
 
-def score_block(chunk: Tensor, candidates: Candidates, columns: slice, room: Tensor) -> Tensor:
-    """Scores (6.2) of a chunk of users, (n, D), for a range of candidates: (n, w), written over ``room`` (>= n w,)."""
+def by_products(
+    states: Tensor, candidates: Candidates, compared: ComparedContent | None, width: int
+) -> tuple[Tensor, Candidates]:
+    """The same scores with products of contents that are kept, where blocks hold all items, as those do."""
+    if compared is None or width < len(candidates.weight) or states.dtype != compared.products.dtype:
+        return states, candidates
+    narrow = states.shape[1] - compared.width
+    kept = Candidates(candidates.weight[:, :narrow].contiguous(), candidates.bias, compared)
+    return states[:, :narrow].contiguous(), kept
+
+
+def score_block(
+    chunk: Tensor, candidates: Candidates, columns: slice, room: Tensor, users: slice | None = None
+) -> Tensor:
+    """Scores (6.2) of a chunk of users, (n, D), for a range of candidates: (n, w), written over ``room`` (>= n w,).
+
+    ``users`` are their rows among all, for what is compared.
+    """
     n, w = len(chunk), columns.stop - columns.start
     bias = None if candidates.bias is None else candidates.bias[columns]
     filled_up = min(room.numel() // w, common_size(n, chunk))
     x = F.pad(chunk, (0, 0, 0, filled_up - n)) if filled_up > n else chunk
-    return product(x, candidates.weight[columns], bias, room=room[: len(x) * w].view(-1, w))[:n]
+    block = product(x, candidates.weight[columns], bias, room=room[: len(x) * w].view(-1, w))[:n]
+    if (more := candidates.compared) is not None:
+        alike = F.embedding_bag(more.items[users], more.products, per_sample_weights=more.decay[users], mode="sum")
+        block.addcmul_(alike, more.weight)
+    return block
 
 
 class Excluded(NamedTuple):

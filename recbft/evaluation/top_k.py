@@ -17,8 +17,17 @@ from torch import Tensor
 
 from recbft.errors import UserError
 from recbft.evaluation.probability import Calibration, LogSum
-from recbft.evaluation.score_blocks import Allowed, Excluded, NanWatch, align, score_block, spans, user_blocks
-from recbft.models.contract import ItemTable
+from recbft.evaluation.score_blocks import (
+    Allowed,
+    Excluded,
+    NanWatch,
+    align,
+    by_products,
+    score_block,
+    spans,
+    user_blocks,
+)
+from recbft.models.contract import ComparedContent, ItemTable
 
 IntArray = NDArray[np.int64]
 
@@ -46,6 +55,7 @@ def top_k(
     calibration: Calibration | None = None,
     memory_mb: float = 256.0,
     user_ids: Sequence[Any] | NDArray[np.generic] | None = None,
+    compared: ComparedContent | None = None,
 ) -> TopK:
     """The k items of highest score for every user.
 
@@ -61,6 +71,7 @@ def top_k(
         calibration: what makes probabilities of scores; there are none without it.
         memory_mb: bound on the block of scores, and on what probabilities need of it.
         user_ids: names for messages, (N,).
+        compared: as in ``full_ranks``; without ``among``.
 
     Raises:
         UserError, RunError: k is not positive, and as ``full_ranks``.
@@ -94,13 +105,14 @@ def top_k(
     watch = NanWatch(states, candidates)
     blocks = 1 if calibration is None else 2
     rows, width, chunks = user_blocks(states, num_items, memory_mb / blocks)
+    states, candidates = by_products(states, candidates, compared, width)
     candidates = candidates.for_blocks(num_users, rows)
     room = states.new_empty(rows * width)
     log_sum = None if calibration is None else LogSum(calibration.temperature, torch.empty_like(room))
     for users in chunks:
         values, items = states.new_empty(0), torch.empty(0, dtype=torch.int64)
         for columns in spans(num_items, width):
-            block = score_block(states[users], candidates, columns, room)
+            block = score_block(states[users], candidates, columns, room, users)
             watch.look(block, users)
             choice.mask(block, users, columns)
             if log_sum is not None:

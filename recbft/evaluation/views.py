@@ -20,7 +20,7 @@ from recbft.datasets.batches import HISTORIES_PER_BATCH, Batch
 from recbft.datasets.dataset import Dataset
 from recbft.datasets.split import View
 from recbft.errors import UserError
-from recbft.models.contract import SequenceModel, read_histories
+from recbft.models.contract import ComparedContent, SequenceModel, read_histories
 from recbft.system.torch_state import set_aside
 
 IntArray = NDArray[np.int64]
@@ -131,6 +131,13 @@ def states_of_view(
     if number is None:
         return made, known
     return made[torch.from_numpy(number).to(made.device)], None if known is None else known[number]
+
+
+def compared_of_view(model: SequenceModel, dataset: Dataset, view: View) -> ComparedContent | None:
+    """``SequenceModel.compared`` of a view's rows."""
+    number, view = view.history, view.histories()
+    found = model.compared(batches_of_view(model, dataset, view))
+    return found if found is None or number is None else found.of(number)
 
 
 def seen_of(view: View) -> tuple[IntArray, IntArray]:

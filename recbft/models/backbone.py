@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,9 +33,10 @@ from recbft.datasets.batches import Batch
 from recbft.errors import UserError
 from recbft.kernels.dropout import Dropout
 from recbft.kernels.layer_norm import LayerNorm
+from recbft.kernels.product import common_size
 from recbft.mixers.interface import DECAY_KEPT, Group, Mixer, take_penalties
 from recbft.models.block import Block
-from recbft.models.contract import ItemTable, TrainableModel, UserStates
+from recbft.models.contract import ComparedContent, ItemTable, TrainableModel, UserStates
 from recbft.models.feed_forward import FeedForward
 from recbft.models.item_belief import ItemBelief, ItemVector, check_items
 from recbft.models.losses import ItemLoss, Negatives, check_loss, seen_items, shares_of
@@ -211,7 +212,7 @@ class Backbone(TrainableModel):
         if self.item_belief is None:
             embedded = self.item_embedding(batch.items)  # (B, T, D)
         else:
-            embedded = F.embedding(batch.items, self._vectors() if vectors is None else vectors)
+            embedded = self._embed(batch.items) if vectors is None else F.embedding(batch.items, vectors)
         mean = self.embedding_scale * embedded
         if self.position_embedding is not None:
             mean = mean + self.position_embedding(self._positions(batch))
@@ -306,6 +307,10 @@ class Backbone(TrainableModel):
         state = self.with_content(belief.mean, batch, batch.last)
         return UserStates(state, None if self.core is None else belief.precision.mean(dim=-1))
 
+    def compared(self, batches: Iterable[Batch]) -> ComparedContent | None:
+        """What (6.16) adds to scores, after training among neighbours."""
+        return None if self.item_belief is None else self.item_belief.compared(batches)
+
     def item_table(self) -> ItemTable:
         """The tied item embeddings, beside their content where it is compared, and item biases where there are any."""
         if self.item_belief is None:
@@ -319,6 +324,15 @@ class Backbone(TrainableModel):
         if items.num_events:
             weight = torch.cat([weight, items.weights(counts)[:, None] * items.content], dim=1)
         return ItemTable(weight, items.bias(self.item_bias))
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """The vectors of some tokens, (B, T, D), by (6.13) or (6.14), of which few are of different items."""
+        belief, own = self.item_belief, self.item_embedding.weight
+        assert belief is not None
+        rows, place = tokens.unique(return_inverse=True)
+        more = common_size(len(rows), own) - len(rows)
+        rows = F.pad(rows, (more, 0))
+        return F.embedding(place + more, belief.vectors(own[rows], belief.counts, rows))
 
     def _vectors(self, counts: Tensor | None = None) -> Tensor:
         """The vector of every token, by (6.13) or (6.14)."""

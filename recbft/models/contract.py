@@ -8,10 +8,11 @@ Shapes: S histories, V items, D state width (a model's own).
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -38,6 +39,21 @@ class ItemTable(NamedTuple):
     bias: Tensor | None  # (V + 1,)
 
 
+class ComparedContent(NamedTuple):
+    """The part of (6.2) that compares contents, (6.16), from products that are kept: quicker than from the contents."""
+
+    width: int  # so many last columns of states and item table are what it stands for
+    products: Tensor  # (V + 1, V) x_j . x_i
+    weight: Tensor  # (V,) w
+    items: Tensor  # (S, L) latest events of each history
+    decay: Tensor  # (S, L)
+
+    def of(self, rows: IntArray) -> ComparedContent:
+        """That of some histories, in the order asked."""
+        chosen = torch.from_numpy(rows)
+        return self._replace(items=self.items[chosen], decay=self.decay[chosen])
+
+
 class SequenceModel(abc.ABC):
     """A model that can be evaluated and can recommend: it reads the last ``max_length`` tokens of a history."""
 
@@ -56,6 +72,10 @@ class SequenceModel(abc.ABC):
     @abc.abstractmethod
     def item_table(self) -> ItemTable:
         """The item side of the score."""
+
+    def compared(self, batches: Iterable[Batch]) -> ComparedContent | None:
+        """A part of the scores of all histories of batches, where there is a quicker way to it; None where not."""
+        return None
 
 
 def read_histories(

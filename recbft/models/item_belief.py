@@ -22,8 +22,8 @@ Shapes: V items, D model width, F content width, K neighbours, L events, N posit
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,9 @@ from torch import Tensor, nn
 from recbft.datasets.batches import Batch
 from recbft.errors import UserError
 from recbft.kernels.cross_entropy import Pairs
-from recbft.kernels.product import updated_product
+from recbft.kernels.product import product, updated_product
 from recbft.mixers.interface import Group, TrainedPart
+from recbft.models.contract import ComparedContent
 
 if TYPE_CHECKING:
     from recbft.models.backbone import BackboneConfig
@@ -45,6 +46,7 @@ WEIGHT_START = (3.0, 3.0)  # a and b
 EVENTS_START = 4.5  # r
 CAUTION = 0.1  # a step of a learned number of this module, relative to other precision parameters
 SIMILARITIES_AT_ONCE = 4_000_000
+PRODUCTS_KEPT = 1 << 28  # a gigabyte in single precision
 
 
 class ItemBelief(TrainedPart):
@@ -84,7 +86,7 @@ class ItemBelief(TrainedPart):
         by_count = self.num_events and self.arm == "belief"
         self.rare_weight = number(WEIGHT_START[1]) if by_count else None
         self.events_logit = number(math.log(EVENTS_START)) if by_count else None
-        self._neighbours: tuple[Tensor, Tensor] | None = None
+        self._kept: _Kept | None = None
 
     @property
     def kappa(self) -> Tensor:
@@ -110,24 +112,33 @@ class ItemBelief(TrainedPart):
         kept = torch.rand(self.counts.shape, device=self.counts.device) >= self.thinned
         return self.counts * kept.to(self.counts.dtype)
 
-    def vectors(self, own: Tensor, counts: Tensor) -> Tensor:
-        """e of every row of ``own``, (R, D), of which the first V + 1 are padding and the items."""
-        V1 = len(self.content)
+    def vectors(self, own: Tensor, counts: Tensor, rows: Tensor | None = None) -> Tensor:
+        """e of every row of ``own``, (R, D): of padding and the items, then of what is none.
+
+        Args:
+            own: v of all rows, or of ``rows``.
+            counts: c, (V + 1,).
+            rows: ascending numbers, (R,); None for all.
+        """
         if self.arm == "id":
             return own
-        of_items, gain = own if len(own) == V1 else own[:V1], None
+        content, num_items, gain = self.content, len(self.content), None
+        if rows is not None:
+            items = rows[rows < num_items]
+            content, counts, num_items = content[items], counts[items], len(items)
+        of_items = own if len(own) == num_items else own[:num_items]
         if self.kappa_logit is not None:  # (6.13)
             gain = counts / (counts + self.kappa)
         if self.arm == "content":
             of_items = 0 * of_items
         if self.gate is not None and self.prior is not None:
-            mean = self.prior(self.content)
+            mean = self.prior(content)
             of_items = mean + torch.sigmoid(self.gate(torch.cat([mean, of_items], dim=1))) * of_items
         elif self.prior is not None:
-            of_items = updated_product(self.content, self.prior.weight, of_items, gain)
+            of_items = updated_product(content, self.prior.weight, of_items, gain)
         elif gain is not None:
             of_items = gain[:, None] * of_items
-        return of_items if len(own) == V1 else torch.cat([of_items, own[V1:]])
+        return of_items if len(own) == num_items else torch.cat([of_items, own[num_items:]])
 
     def weights(self, counts: Tensor) -> Tensor:
         """w(c) of (6.16)."""
@@ -185,33 +196,59 @@ class ItemBelief(TrainedPart):
 
         An item is none of its own neighbours; similarity is 0 where there are fewer than K that are similar at all.
         """
-        if self._neighbours is None:
+        if self._kept is None or self._kept.content is not self.content:
             with torch.no_grad():
-                chosen = self.has_events.nonzero()[:, 0]
-                others = self.content[chosen]
-                K = min(self.num_neighbours, len(chosen))
-                near, similarity = [], []
-                for first in range(0, len(self.content), step := max(1, SIMILARITIES_AT_ONCE // len(chosen))):
-                    rows = torch.arange(first, min(first + step, len(self.content)), device=chosen.device)
-                    cosine = self.content[rows] @ others.T
-                    cosine[rows[:, None] == chosen] = 0
-                    best = cosine.topk(K, dim=1)
-                    near.append(best.indices)
-                    similarity.append(best.values.clamp(min=0))
-                self._neighbours = torch.cat(near), torch.cat(similarity)
-        return self._neighbours
+                self._kept = self._compare()
+        return self._kept.near, self._kept.similarity
+
+    @torch.no_grad()
+    def compared(self, batches: Iterable[Batch]) -> ComparedContent | None:
+        """What (6.16) adds to the scores of the last tokens of batches, where training has kept the products of x."""
+        kept = self._kept
+        if kept is None or kept.content is not self.content or kept.products is None or not self.num_events:
+            return None
+        items, decay = zip(*(self._latest(batch, batch.last) for batch in batches), strict=True)
+        weight = self.weights(self.counts)[1:]
+        return ComparedContent(self.content.shape[1], kept.products, weight, torch.cat(items), torch.cat(decay))
+
+    def _compare(self) -> _Kept:
+        chosen, V1 = self.has_events.nonzero()[:, 0], len(self.content)
+        K = min(self.num_neighbours, len(chosen))
+        keep = self.content.device.type == "cpu" and V1 * V1 <= PRODUCTS_KEPT
+        products = self.content.new_empty(V1, V1 - 1) if keep else None
+        near, similarity = [], []
+        for first in range(0, V1, step := max(1, SIMILARITIES_AT_ONCE // V1)):
+            rows = torch.arange(first, min(first + step, V1), device=chosen.device)
+            found = product(self.content[rows], self.content[1:])
+            if products is not None:
+                products[first : first + step] = found
+            cosine = found if len(chosen) == V1 - 1 else found[:, chosen - 1]
+            cosine[rows[:, None] == chosen] = 0
+            best = cosine.topk(K, dim=1)
+            near.append(best.indices)
+            similarity.append(best.values.clamp(min=0))
+        return _Kept(self.content, torch.cat(near), torch.cat(similarity), products)
 
     def _latest(self, batch: Batch, at: Tensor) -> tuple[Tensor, Tensor]:
         return latest_events(batch, at, self.decay, number=self.num_events, num_items=len(self.content) - 1)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> ItemBelief:
-        self._neighbours = None
-        moved: ItemBelief = super()._apply(fn, recurse)
-        return moved
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_kept": None}  # which a copy does not need
 
-    def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
-        self._neighbours = None
-        super()._load_from_state_dict(*arguments, **named)
+    def _load_from_state_dict(self, state: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
+        content = state.get(f"{prefix}content")
+        if content is None or not torch.equal(content.to(self.content), self.content):
+            self._kept = None
+        super()._load_from_state_dict(state, prefix, *arguments)
+
+
+class _Kept(NamedTuple):
+    """What follows from the content of items and which of them have events."""
+
+    content: Tensor  # that it is of
+    near: Tensor  # of ``neighbours``
+    similarity: Tensor
+    products: Tensor | None  # (V + 1, V) x_j . x_i, where that is not too much to keep
 
 
 def latest_events(batch: Batch, at: Tensor, rho: Tensor, *, number: int, num_items: int) -> tuple[Tensor, Tensor]:

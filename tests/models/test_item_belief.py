@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from recbft.errors import UserError
+from recbft.evaluation.top_k import top_k
 from recbft.models.item_belief import CAUTION
 
 F_WIDTH = 5
@@ -75,6 +76,32 @@ def test_a_score_is_that_of_the_state_and_that_of_each_event_by_its_age(lab):
     for user, history in enumerate(HISTORIES):
         like = sum(rho**age * items.content @ items.content[item] for age, item in enumerate(reversed(history[-3:])))
         torch.testing.assert_close(scores[user], plain[user] + weight * like)
+
+
+@pytest.mark.parametrize("model", ["sasrec", "bert4rec", "hstu"])
+def test_kept_products_of_contents_give_the_scores_of_the_contents(lab, model):
+    model = lab.shaken(lab.build("matched", model=model, content=F_WIDTH, content_events=3)).eval()
+    batch = lab.packed(HISTORIES, model)
+    assert model.compared([batch]) is None  # training has kept nothing yet
+    model.item_belief.neighbours()
+    compared, states = model.compared([batch, batch]), model.user_states(batch).state.repeat(2, 1)
+    assert copy.deepcopy(model).compared([batch]) is None
+    scores = {}
+    for name, given in {"contents": None, "products": compared}.items():
+        best = top_k(states, model.item_table(), lab.V, compared=given)
+        scores[name] = best.scores
+    assert best.items.shape == (6, lab.V)
+    torch.testing.assert_close(*map(torch.from_numpy, scores.values()))
+    with torch.no_grad():
+        model.item_belief.content = model.item_belief.content.clone()
+    assert model.compared([batch]) is None
+
+
+@pytest.mark.parametrize("arm", ["additive", "gate", "content", "belief", "id"])
+def test_the_vectors_of_tokens_are_those_of_the_catalogue(lab, arm):
+    model = lab.shaken(lab.build("matched", model="bert4rec", content=F_WIDTH, item_vector=arm)).eval()
+    batch = lab.packed(HISTORIES, model)  # with masks, which are no items
+    lab.assert_same(model.encode(batch).mean, model.encode(batch, vectors=model._vectors()).mean)
 
 
 @pytest.mark.parametrize("model", ["sasrec", "bert4rec", "hstu"])
