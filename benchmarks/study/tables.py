@@ -235,6 +235,7 @@ COMPUTED: Mapping[str, Callable[[Path], str]] = {
     "every-event": partial(against, file="every_event.csv", metric="ndcg@10 seen masked"),
     "paper": partial(against, file="paper.csv"),
     "steered": partial(against, file="steered.csv"),
+    "filters": partial(against, file="filters.csv", metric="ndcg@10 seen masked", baseline="matched"),
     "steps": steps,
     "checks": checks,
     **{f"language-{name}": partial(language, name=name) for name in perplexity.TABLES},
