@@ -175,11 +175,13 @@ class View(NamedTuple):
     user: IntArray  # (N,) row of the data set's users
     event: IntArray  # (N,) where the target stands in the data set
     reliability: FloatArray | None = None  # of ``items``
+    whole: View | None = None  # that these are some rows of, whose histories may have more targets there
 
     def rows(self, which: IntArray | slice) -> View:
         """Some of the tasks."""
         names = ("start", "stop", "target", "user", "event")
-        return self._replace(**{name: getattr(self, name)[which] for name in names})
+        whole = self if self.whole is None else self.whole
+        return self._replace(whole=whole, **{name: getattr(self, name)[which] for name in names})
 
     @property
     def first_rows(self) -> IntArray:
@@ -200,7 +202,7 @@ class View(NamedTuple):
 
     def next_events(self) -> View:
         """The first task of each user; this view where each has one."""
-        return self if self.owner is None else self.rows(self.first_rows)
+        return self if self.owner is None else self.rows(self.first_rows)._replace(whole=None)
 
     def histories(self) -> View:
         """The first task of each history; this view where none is shared."""

@@ -146,12 +146,14 @@ def seen_of(view: View) -> tuple[IntArray, IntArray]:
     So the targets of a history are ranked in one list.
     """
     items, offsets = events_of(view.items, view.start, view.stop)
-    owner = view.history
-    if owner is None:  # of the one target itself ranking takes care
+    whole = view if view.whole is None else view.whole
+    if whole.history is None or not len(items):  # of the one target itself ranking takes care
         return items, offsets
-    width = int(max(items.max(initial=0), view.target.max(initial=0))) + 1
+    here = (whole.stop >= view.stop.min()) & (whole.stop <= view.stop.max())  # a history is known by where it stops
+    stop, target = whole.stop[here], whole.target[here]
+    width = int(max(items.max(), target.max())) + 1
     row = np.repeat(np.arange(len(view.target)), np.diff(offsets))
-    stays = ~np.isin(owner[row] * width + items, owner * width + view.target)
+    stays = ~np.isin(view.stop[row] * width + items, stop * width + target)
     size = np.bincount(row[stays], minlength=len(view.target))
     return items[stays], np.concatenate([[0], np.cumsum(size)])
 

@@ -297,12 +297,22 @@ def timed_dataset(seed, **how):
     return Dataset.from_frame(frame, time="t").with_split(split="global_time", split_at=60, test_at=80, **how)
 
 
+class Thirds:
+    """Three processes' shares of rows."""
+
+    def each_does(self, size, work):
+        bounds = [0, size // 3, 2 * size // 3, size]
+        return [work(slice(*span)) for span in zip(bounds, bounds[1:], strict=False)]
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("how", [{}, {"split_targets": "successive"}, {"hold_out_items": 0.2}])
 def test_each_target_of_a_split_by_time_is_ranked_as_by_hand(seed, how):
     dataset = timed_dataset(seed, **how)
     model = SumModel(dataset.num_items, seed=seed)
     result, view = evaluate(model, dataset, "test", ks=(5,)), dataset.split.test
+    shared = evaluate(model, dataset, "test", ks=(5,), sharing=Thirds())  # which cuts through users' targets
+    pd.testing.assert_frame_equal(shared.per_user, result.per_user)
     weight, targets_of = model.weight.numpy(), {}
     for row, user in enumerate(view.user):
         key = (user, row) if "split_targets" in how else user
