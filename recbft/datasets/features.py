@@ -242,8 +242,8 @@ class ItemFeatures:
         if useless:
             said = "; ".join(f"column {name!r} holds {what}" for name, what in useless.items())
             warnings.warn(
-                f"{self.source}: {said}: left out, since that says nothing of an item (name another kind if it is "
-                "none of the column's, or leave the column out with kind skip)",
+                f"{self.source}: {said}: left out, since that says nothing of an item (name the kind that the "
+                "column has, if it has another, or skip)",
                 stacklevel=4,
             )
         kept = [name for name in self.table.column_names if name not in useless]
@@ -420,6 +420,8 @@ def _guess_text(column: Any) -> str:
     numbers = pd.to_numeric(texts.to_pandas(), errors="coerce")
     if numbers.notna().all() and not pc.any(pc.match_substring_regex(texts, "^0[0-9]")).as_py():
         return "number"
+    if pc.all(pc.match_substring_regex(texts, _IN_BRACKETS)).as_py():
+        return "vector" if pc.all(pc.match_substring_regex(texts, _NUMBERS_IN_BRACKETS)).as_py() else "set:,"
     for separator in _SEPARATORS:
         parts = pc.split_pattern(texts, separator).flatten()
         several = pc.mean(pc.match_substring(texts, separator)).as_py()
@@ -427,6 +429,11 @@ def _guess_text(column: Any) -> str:
             return f"set:{separator}"
     several = pc.mean(pc.match_substring_regex(texts, r"\S\s+\S")).as_py()
     return "words" if several >= 0.5 and 2 * len(texts.unique()) >= len(texts) else "category"
+
+
+# Lists as pandas and numpy write them into text: "['tea', 'cups']", and of numbers "[0.5, -1.0]" or "[ 0.5 -1. ]".
+_IN_BRACKETS = r"^\[.*\]$"
+_NUMBERS_IN_BRACKETS = r"^\[[-+0-9eE,;\s]*[0-9]\.[-+0-9.eE,;\s]*\]$"
 
 
 def _likely_separator(column: Any) -> str:
@@ -458,14 +465,18 @@ def _sets(column: Any, name: str, source: str, separator: str) -> Any:
     if is_text(column.type):
         texts = _texts(column, name, source)
         is_space = separator.isspace()
+        if in_brackets := bool(pc.all(pc.match_substring_regex(texts, _IN_BRACKETS)).as_py()):
+            texts = pc.utf8_slice_codeunits(texts, 1, -1)
         lists = pc.utf8_split_whitespace(texts) if is_space else pc.split_pattern(texts, separator)
     elif is_list(column.type):
-        lists = _variable(column)
+        lists, in_brackets = _variable(column), False
     else:
         raise UserError(f"{source}: column {name!r} has type {column.type}, but a set is a list or a text")
     # Not arrow's parent indices: behind a missing list of a fixed size these count values that flattening drops.
     rows = np.repeat(np.arange(len(lists)), pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False))
     members = _texts(pc.list_flatten(lists), name, source)
+    if in_brackets:
+        members = _texts(pc.replace_substring_regex(members, r"^'(.*)'$|^\"(.*)\"$", r"\1\2"), name, source)
     frame = pd.DataFrame({"row": rows, "member": members.to_pandas()}).dropna().drop_duplicates()
     frame = frame.sort_values(["row", "member"], kind="stable")
     return _lists(frame["row"].to_numpy(), pa.array(frame["member"], pa.large_string()), len(column))
@@ -494,7 +505,8 @@ def _numbers(column: Any, name: str, source: str, separator: str) -> Any:
 def _vectors(column: Any, name: str, source: str, separator: str) -> Any:
     """As lists of float32 of one length; a list without any number is null."""
     if is_text(column.type):
-        lists = pc.utf8_split_whitespace(_texts(column, name, source))
+        bare = pc.utf8_trim_whitespace(pc.replace_substring_regex(_texts(column, name, source), r"[\[\]()\s,;]+", " "))
+        lists = pc.utf8_split_whitespace(bare)
     elif is_list(column.type):
         lists = _variable(column)
     else:

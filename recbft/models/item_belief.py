@@ -196,16 +196,16 @@ class ItemBelief(TrainedPart):
 
         An item is none of its own neighbours; similarity is 0 where there are fewer than K that are similar at all.
         """
-        if self._kept is None or self._kept.content is not self.content:
+        if (kept := self._still_kept()) is None:
             with torch.no_grad():
-                self._kept = self._compare()
-        return self._kept.near, self._kept.similarity
+                kept = self._kept = self._compare()
+        return kept.near, kept.similarity
 
     @torch.no_grad()
     def compared(self, batches: Iterable[Batch]) -> ComparedContent | None:
         """What (6.16) adds to the scores of the last tokens of batches, where training has kept the products of x."""
-        kept = self._kept
-        if kept is None or kept.content is not self.content or kept.products is None or not self.num_events:
+        kept = self._still_kept()
+        if kept is None or kept.products is None or not self.num_events:
             return None
         items, decay = zip(*(self._latest(batch, batch.last) for batch in batches), strict=True)
         weight = self.weights(self.counts)[1:]
@@ -227,7 +227,19 @@ class ItemBelief(TrainedPart):
             best = cosine.topk(K, dim=1)
             near.append(best.indices)
             similarity.append(best.values.clamp(min=0))
-        return _Kept(self.content, torch.cat(near), torch.cat(similarity), products)
+        return _Kept(self._sources(), torch.cat(near), torch.cat(similarity), products)
+
+    def _still_kept(self) -> _Kept | None:
+        """What is kept, unless content or counts were replaced or written over since."""
+        same = self._kept is not None and all(
+            old is new and version == now
+            for (old, version), (new, now) in zip(self._kept.sources, self._sources(), strict=True)
+        )
+        return self._kept if same else None
+
+    def _sources(self) -> tuple[tuple[Tensor, int], ...]:
+        """Content and counts, and how often each was written to, as far as that is counted."""
+        return tuple((own, 0 if own.is_inference() else own._version) for own in (self.content, self.counts))
 
     def _latest(self, batch: Batch, at: Tensor) -> tuple[Tensor, Tensor]:
         return latest_events(batch, at, self.decay, number=self.num_events, num_items=len(self.content) - 1)
@@ -236,16 +248,19 @@ class ItemBelief(TrainedPart):
         return self.__dict__ | {"_kept": None}  # which a copy does not need
 
     def _load_from_state_dict(self, state: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
-        content = state.get(f"{prefix}content")
-        if content is None or not torch.equal(content.to(self.content), self.content):
-            self._kept = None
+        kept, given = self._still_kept(), [state.get(f"{prefix}{name}") for name in ("content", "counts")]
+        same = [
+            new is None or torch.equal(new.to(old), old)
+            for new, old in zip(given, (self.content, self.counts), strict=True)
+        ]
         super()._load_from_state_dict(state, prefix, *arguments)
+        self._kept = kept._replace(sources=self._sources()) if kept is not None and all(same) else None
 
 
 class _Kept(NamedTuple):
     """What follows from the content of items and which of them have events."""
 
-    content: Tensor  # that it is of
+    sources: tuple[tuple[Tensor, int], ...]  # that it is of
     near: Tensor  # of ``neighbours``
     similarity: Tensor
     products: Tensor | None  # (V + 1, V) x_j . x_i, where that is not too much to keep

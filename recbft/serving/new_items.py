@@ -61,6 +61,11 @@ def with_items(
     features = read[0]
     new = np.flatnonzero(vocabulary.encode(features.ids) == 0)
     if not len(new):
+        warnings.warn(
+            f"{features.source} has no new item: the model knows all {len(features.ids):,}, and what it learned of "
+            "them stays, also where their features changed (training again takes these up)",
+            stacklevel=3,
+        )
         return Grown(model, vocabulary, counts, 0, None)
     chosen = features.aligned(features.ids[new])
     each = [own.matrix(columns.aligned(chosen.ids)) for own, columns in zip(transforms, read, strict=True)]

@@ -116,6 +116,20 @@ def test_recbole_items_have_the_kinds_of_their_header(tmp_path):
     assert ItemFeatures.read(tmp_path / "x.item.gz", kinds={"title": "words"}).kinds["title"] == "words"
 
 
+def test_lists_are_read_from_text_as_pandas_and_numpy_write_them(tmp_path):
+    values, tags = [[0.5, -1.0], [1e-7, 2.0], None, [3.25, 4.0]], [["tea", "women's"], ["cups"], None, ["tea", "a b"]]
+    frame = pd.DataFrame({"item_id": list("abcd"), "v": values, "tags": tags})
+    frame["n"] = [None if one is None else str(np.array(one)) for one in values]
+    frame["bare"] = [None if one is None else ", ".join(map(str, one)) for one in values]
+    frame.to_csv(tmp_path / "items.csv", index=False)
+    features = ItemFeatures.read(tmp_path / "items.csv", kinds={"bare": "vector"})
+    assert features.kinds == {"v": "vector", "tags": "set", "n": "vector", "bare": "vector"}
+    for name in ("v", "n", "bare"):
+        found = column(features, name)
+        assert found[2] is None and [found[n] for n in (0, 1, 3)] == [pytest.approx(values[n]) for n in (0, 1, 3)]
+    assert column(features, "tags") == [["tea", "women's"], ["cups"], None, ["a b", "tea"]]
+
+
 def test_vectors_stand_beside_the_rows_of_a_table(tmp_path):
     write(tmp_path / "ids.csv", movies())
     np.save(tmp_path / "image.npy", np.arange(10.0).reshape(5, 2))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -302,7 +304,7 @@ class Thirds:
 
     def each_does(self, size, work):
         bounds = [0, size // 3, 2 * size // 3, size]
-        return [work(slice(*span)) for span in zip(bounds, bounds[1:], strict=False)]
+        return [work(slice(*span)) for span in itertools.pairwise(bounds)]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -92,8 +92,17 @@ def test_kept_products_of_contents_give_the_scores_of_the_contents(lab, model):
         scores[name] = best.scores
     assert best.items.shape == (6, lab.V)
     torch.testing.assert_close(*map(torch.from_numpy, scores.values()))
-    with torch.no_grad():
-        model.item_belief.content = model.item_belief.content.clone()
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert model.compared([batch]) is not None
+    for changed in ("content", "counts"):
+        model.item_belief.neighbours()
+        with torch.no_grad():
+            getattr(model.item_belief, changed)[3] *= 0.5
+        assert model.compared([batch]) is None
+    model.item_belief.neighbours()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state["item_belief.counts"][4] = 0
+    model.load_state_dict(state)
     assert model.compared([batch]) is None
 
 
