@@ -235,6 +235,7 @@ COMPUTED: Mapping[str, Callable[[Path], str]] = {
     "every-event": partial(against, file="every_event.csv", metric="ndcg@10 seen masked"),
     "paper": partial(against, file="paper.csv"),
     "steered": partial(against, file="steered.csv"),
+    "sensitivity": partial(against, file="sensitivity.csv", metric="ndcg@10 seen masked", baseline="bft"),
     "filters": partial(against, file="filters.csv", metric="ndcg@10 seen masked", baseline="matched"),
     "steps": steps,
     "checks": checks,
