@@ -20,7 +20,7 @@ import pandas as pd
 
 from benchmarks.command import finish, parser
 from benchmarks.study.choose import finished_runs
-from recbft.comparing.finished_runs import Run, arm_name, mixer_defaults, own_settings, read_run
+from recbft.comparing.finished_runs import Run, arm_name, beyond_mixer, own_settings, read_run
 from recbft.errors import UserError
 from recbft.runs.folder import RunFolder
 from recbft.system.files import write_atomic
@@ -153,18 +153,16 @@ def arms_of(table: pd.DataFrame, told: Sequence[str] = ()) -> tuple[str, dict[st
     among them.
     """
     groups = sorted(table.groupby(["arm", "settings"]), key=_place)
-    settings = [_beyond_mixer(lines["model"].iloc[0], arm, json.loads(own)) for (arm, own), lines in groups]
+    settings = []
+    for (arm, text), lines in groups:
+        own = json.loads(text)
+        settings.append(beyond_mixer(own, {"model": lines["model"].iloc[0], "arm": arm, "mixer": own.get("mixer")}))
     common = {key: value for key, value in settings[0].items() if all(own.get(key) == value for own in settings)}
     named = {}
     for ((arm, _), lines), own in zip(groups, settings, strict=True):
         name = arm_name(arm, {key: value for key, value in own.items() if key in told or key not in common})
         named[name] = lines.set_index("seed")
     return ", ".join(f"{key}={value}" for key, value in common.items()), named
-
-
-def _beyond_mixer(model: str, arm: str, own: Mapping[str, Any]) -> dict[str, Any]:
-    by_itself = mixer_defaults({"model": model, "arm": arm, "mixer": own.get("mixer")}) if "mixer" in own else []
-    return {key: value for key, value in own.items() if (key, value) not in by_itself}
 
 
 def _place(group: tuple[Any, pd.DataFrame]) -> tuple[int, int]:

@@ -205,13 +205,17 @@ def arm_name(name: str, settings: Mapping[str, Any]) -> str:
     return f"{name}[{listed}]" if listed else name
 
 
-def mixer_defaults(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """What the name of a run's mixer says of its own options; nothing of a mixer that this process does not know."""
+def beyond_mixer(settings: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings but for those that the name of the configuration's mixer says by itself.
+
+    All of them, if this process does not know the mixer.
+    """
     try:
         usual = load_run_config(model=config["model"], arm=config["arm"], mixer=config.get("mixer"))
     except UserError:
-        return []
-    return list(by_setting({"mixing": to_dict(usual.mixing)}).items())
+        return dict(settings)
+    said = list(by_setting({"mixing": to_dict(usual.mixing)}).items())
+    return {key: value for key, value in settings.items() if (key, value) not in said}
 
 
 def _own(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,9 +227,7 @@ def _own(config: Mapping[str, Any]) -> dict[str, Any]:
 def _written(value: Any) -> str:
     """A setting's value in a name; a model that is joined by its own name."""
     if isinstance(value, Mapping) and "model" in value:
-        said_by_mixer = mixer_defaults(value)
-        own = {key: each for key, each in _own(value).items() if (key, each) not in said_by_mixer}
-        return arm_name(f"{value['model']}/{value['arm']}", own)
+        return arm_name(f"{value['model']}/{value['arm']}", beyond_mixer(_own(value), value))
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -242,13 +244,11 @@ def _short(value: object) -> str:
 def _name(group: Sequence[Run], groups: Sequence[Sequence[Run]], with_model: bool) -> str:
     config = group[0].config
     alike = [by_setting(_of_arm(o)) for o in groups if all(o[0].config[k] == config[k] for k in ("model", "arm"))]
-    said_by_mixer = mixer_defaults(config)
     # The decay is always said: a plain layer with it is another baseline than one without.
     own = {
         key: value
-        for key, value in own_settings(group).items()
-        if key == "backbone.recency_decay"
-        or (any(other.get(key) != value for other in alike) and (key, value) not in said_by_mixer)
+        for key, value in beyond_mixer(own_settings(group), config).items()
+        if key == "backbone.recency_decay" or any(other.get(key) != value for other in alike)
     }
     return arm_name(f"{config['model']}/{config['arm']}" if with_model else str(config["arm"]), own)
 

@@ -201,8 +201,9 @@ class View(NamedTuple):
         return np.append(0, np.cumsum(~is_next)) if is_next.any() else None
 
     def next_events(self) -> View:
-        """The first task of each user; this view where each has one."""
-        return self if self.owner is None else self.rows(self.first_rows)._replace(whole=None)
+        """The first task of each user, and of each history the only one; this view where each has one."""
+        first = self if self.owner is None else self.rows(self.first_rows)
+        return first if first.whole is None else first._replace(whole=None)
 
     def histories(self) -> View:
         """The first task of each history; this view where none is shared."""

@@ -55,6 +55,16 @@ class SumModel(nn.Module, SequenceModel):
         return ItemTable(self.weight, None)
 
 
+class Shares:
+    """Processes that divide the rows at some of them."""
+
+    def __init__(self, *cuts):
+        self.cuts = cuts
+
+    def each_does(self, size, work):
+        return [work(slice(*span)) for span in itertools.pairwise([0, *self.cuts, size])]
+
+
 def test_popularity_on_a_data_set_worked_by_hand():
     dataset = make_dataset({"ann": "abcd", "bob": "aabc", "cem": ["b", "a", "d"]})
     # Training: ann ab, bob aa, cem b; counts a 3, b 2, c 0, d 0. Test: d (after abc), c (after aab), d (after ba).
@@ -268,11 +278,7 @@ def test_on_large_data_the_lists_are_of_some_users_the_same_each_time_and_howeve
     counts = shown(lists, dataset.num_items, [3])
     assert found.exposure["unfiltered"] == exposure(counts, dataset.training_counts[1:], [3])
 
-    class Halves:
-        def each_does(self, count, work):
-            return [work(slice(0, 33)), work(slice(33, 33)), work(slice(33, count))]
-
-    shared = evaluate(model, dataset, "test", ks=(3,), sharing=Halves(), lists=True)
+    shared = evaluate(model, dataset, "test", ks=(3,), sharing=Shares(33, 33), lists=True)
     assert shared.exposure == found.exposure
 
 
@@ -299,21 +305,13 @@ def timed_dataset(seed, **how):
     return Dataset.from_frame(frame, time="t").with_split(split="global_time", split_at=60, test_at=80, **how)
 
 
-class Thirds:
-    """Three processes' shares of rows."""
-
-    def each_does(self, size, work):
-        bounds = [0, size // 3, 2 * size // 3, size]
-        return [work(slice(*span)) for span in itertools.pairwise(bounds)]
-
-
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("how", [{}, {"split_targets": "successive"}, {"hold_out_items": 0.2}])
 def test_each_target_of_a_split_by_time_is_ranked_as_by_hand(seed, how):
     dataset = timed_dataset(seed, **how)
     model = SumModel(dataset.num_items, seed=seed)
     result, view = evaluate(model, dataset, "test", ks=(5,)), dataset.split.test
-    shared = evaluate(model, dataset, "test", ks=(5,), sharing=Thirds())  # which cuts through users' targets
+    shared = evaluate(model, dataset, "test", ks=(5,), sharing=Shares(10, 21, 32))  # which cuts through users' targets
     pd.testing.assert_frame_equal(shared.per_user, result.per_user)
     weight, targets_of = model.weight.numpy(), {}
     for row, user in enumerate(view.user):
