@@ -159,7 +159,7 @@ def _as_file(path: Path) -> Iterator[Path]:
 
 
 def _as_trained(file: Path, own: DataConfig, how: dict[str, Any]) -> dict[str, Any]:
-    """The columns that the run's own data were read by, where ``file`` has those and not the usual ones.
+    """The columns that the run's own data were read by, where ``file`` has those; else none, for the usual ones.
 
     A file of the same ending may be written as those data were: with their separator, or without a header.
     """
@@ -173,9 +173,9 @@ def _as_trained(file: Path, own: DataConfig, how: dict[str, Any]) -> dict[str, A
         trained["user"] = own.user or own.session
     form: dict[str, Any] = {}
     there: Sequence[str] = column_names(file, how.get("separator"))
-    if own.session is None and all(column in there for column in usual.values()):
-        return {"time": own.time} if own.time in there else {}
     if not all(trained[name] in there for name in usual):
+        if own.session is None and all(column in there for column in usual.values()):
+            return {"time": own.time} if own.time in there else {}
         if "separator" in how or ending(file) != ending(Path(str(own.dataset))):
             return {}
         form = {name: getattr(own, name) for name in ("separator", "columns") if getattr(own, name) is not None}

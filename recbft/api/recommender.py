@@ -288,8 +288,8 @@ class Recommender:
                 sequence of sequences, numbered from 0), or a data frame (pandas, polars, pyarrow) in time order with
                 columns ``user_id`` and ``item_id``, and ``timestamp`` for a model that reads times and ``reliability``
                 for one that reads that (missing where it is left out), or with those of the frame or file that the run
-                was trained on. Users need not have been seen in training. Events are
-                taken as they are: filter them as the training data were.
+                was trained on, sorted by its column of times if it had one and the frame has it. Users need not have
+                been seen in training. Events are taken as they are: filter them as the training data were.
             filter_seen: leave out the items of the history itself.
             exclude: raw ids of items that no list may hold, such as what is sold out; or a mapping from users to such
                 ids, for each user's own list.

@@ -29,7 +29,7 @@ BESIDE = {"times": USUAL_TIME, "reliability": RELIABILITY}  # what may stand bes
 # of a request for lists
 KEYS = ("histories", *BESIDE, "k", "exclude", "candidates", "cap", "filter_seen", "fallback")
 TRY_AGAIN = 30.0  # seconds after which a run that could not be loaded is tried again: it may have been half copied
-Identity = tuple[tuple[str, int, int], ...]
+Identity = tuple[tuple[str, int, int] | None, ...]
 _EXAMPLE = 'such as {"histories": {"ann": ["tea", "milk"]}, "k": 10}'
 _LOG = getLogger("recbft.service")
 
@@ -183,13 +183,16 @@ class Service:
 
     def _identity(self) -> Identity | None:
         """What tells the runs in one place apart, and the items of another day; None where no run is finished."""
-        file = RunFolder(Path(os.path.realpath(self.path))).metrics_file  # which is written last
-        try:
-            return tuple(
-                (str(one), found.st_ino, found.st_mtime_ns) for one in (file, *self.items) for found in (one.stat(),)
-            )
-        except OSError:
-            return None
+        run = _identity_of(RunFolder(Path(os.path.realpath(self.path))).metrics_file)  # which is written last
+        return None if run is None else (run, *map(_identity_of, self.items))
+
+
+def _identity_of(file: Path) -> tuple[str, int, int] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return str(file), found.st_ino, found.st_mtime_ns
 
 
 def _with_columns(users: Sequence[Any], histories: Any, beside: Mapping[str, Any]) -> Any:

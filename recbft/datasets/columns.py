@@ -22,6 +22,7 @@ PANDAS_WORDS = frozenset(
 )
 _WORDS = pa.array(sorted({word.lower() for word in PANDAS_WORDS} | {"nat", "\\n", "(null)", "undefined"}))
 SPREADSHEET_NUMBER = r"^\s*\d(\.\d+)?E\+\d{2,}\s*$"  # 1.23457E+12, in whose place a spreadsheet shows its first digits
+WHOLE_FLOAT = r"^\d+\.0$"  # as pandas writes whole numbers that once stood beside a blank
 
 
 def check_columns(names: Sequence[str], wanted: Sequence[str], source: str) -> None:

@@ -31,11 +31,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from recbft.datasets.columns import (
     SPREADSHEET_NUMBER,
+    WHOLE_FLOAT,
     as_table,
     flat,
     joined_tables,
     stands_for_nothing,
-    whole_numbers_of,
 )
 from recbft.datasets.content import ContentConfig, ItemContent
 from recbft.datasets.events import Events
@@ -60,7 +60,7 @@ from recbft.datasets.prepare import MIN_HISTORY, Preparation, prepare
 from recbft.datasets.row_order import time_columns, warn_if_rows_are_unordered
 from recbft.datasets.split import Split, Splitting, make_split
 from recbft.datasets.synth import SyntheticConfig, synthetic_events
-from recbft.datasets.vocabulary import Vocabulary, shown_id
+from recbft.datasets.vocabulary import Vocabulary, joined_ids, shown_id
 from recbft.errors import UserError
 from recbft.system.files import user_path, write_parquet
 
@@ -281,7 +281,7 @@ class Dataset:
                 f"an item of {self.name!r}, such as {shown_id(self.item_ids[0])}; check the column of ids"
             )
         new = np.delete(features.ids, rows[rows > 0] - 1)
-        ids = _joined_ids(self.item_ids, new)
+        ids = joined_ids(self.item_ids, new)
         known = features.aligned(ids).telling()
         record = {
             "source": Path(features.source).name,
@@ -468,15 +468,6 @@ def _events_of(
     return events, columns | {role: named[role] for role in EXTRA_ROLES if named[role] is not None}
 
 
-def _joined_ids(ids: NDArray[Any], more: NDArray[Any]) -> NDArray[Any]:
-    """Ids and those that follow them, as whole numbers where all are the canonical texts of some."""
-    if ids.dtype != object and more.dtype == object:
-        more = whole_numbers_of(pa.array(more, pa.large_string())).to_numpy(zero_copy_only=False)
-    if ids.dtype == more.dtype:
-        return np.concatenate([ids, more])
-    return np.array([str(raw) for raw in (*ids.tolist(), *more.tolist())], dtype=object)
-
-
 def _likely_times(frame: Any, table: Any, wanted: Sequence[str]) -> dict[str, Any]:
     """The columns of a frame, apart from the wanted ones, that by their names hold times, where they can be read."""
     is_pandas, found = isinstance(frame, pd.DataFrame), {}
@@ -494,9 +485,12 @@ def _warn_of_lost_ids(ids: NDArray[Any], counts: NDArray[np.int64], source: str)
     texts = pa.array(ids, pa.large_string())
     said = "is a word for a missing id, but counts as any other id; if the id is missing there, leave its rows out"
     rounded = "looks like a number that a spreadsheet has rounded, several ids to one; export ids as text"
+    floats = pc.match_substring_regex(texts, WHOLE_FLOAT)
+    decimal = "is text, and not the same id as the number without .0; write whole numbers, as programs ask for them"
     for mask, warning in (
         (stands_for_nothing(texts), said),
         (pc.match_substring_regex(texts, SPREADSHEET_NUMBER), rounded),
+        (pc.and_(floats, pc.all(floats)), decimal),
     ):
         found = np.flatnonzero(mask.to_numpy(zero_copy_only=False))
         if len(found):

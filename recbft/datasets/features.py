@@ -443,9 +443,12 @@ def _likely_separator(column: Any) -> str:
 
 # Canonical columns
 
+# How pandas writes values of other types into a text file, and their text where a frame or Parquet holds them.
+_WRITTEN_BY_PANDAS = ((r"^True$", "true"), (r"^False$", "false"), (r"^(-?[0-9]+)\.0$", r"\1"))
+
 
 def _texts(column: Any, name: str, source: str, separator: str = "") -> Any:
-    """As text without spaces around it, whole floats as whole numbers; blanks and words for nothing are null."""
+    """As text without spaces around it, as whichever file or frame has it; blanks and words for nothing are null."""
     if not is_text(column.type):
         if pa.types.is_floating(column.type):
             wide = column.cast(pa.float64())
@@ -457,6 +460,8 @@ def _texts(column: Any, name: str, source: str, separator: str = "") -> Any:
                 f"{source}: column {name!r} has type {column.type}, which is no text; name another kind, or skip"
             ) from None
     trimmed = pc.utf8_trim_whitespace(column.cast(pa.large_string()))
+    for pattern, same in _WRITTEN_BY_PANDAS:
+        trimmed = pc.replace_substring_regex(trimmed, pattern, same)
     return pc.if_else(stands_for_nothing(trimmed), pa.scalar(None, pa.large_string()), trimmed)
 
 

@@ -143,7 +143,12 @@ def _form(path: Path) -> _Form:
         for line in lines:
             with suppress(ValueError):
                 rows.append(json.loads(line))
-        return _Form("JSON, an object per line", pd.DataFrame([row for row in rows if isinstance(row, dict)]))
+        objects = [row for row in rows if isinstance(row, dict)]
+        if not objects:
+            raise UserError(
+                f"{path}: none of its first lines is a JSON object; write one object per line, an event each"
+            )
+        return _Form("JSON, an object per line", pd.DataFrame(objects))
     if kind == "inter":
         table = [line.split("\t") for line in lines]
         return _Form("RecBole's atomic file", pd.DataFrame(table[1:], columns=column_names(path)))
@@ -229,7 +234,9 @@ def _roles(form: _Form) -> tuple[dict[str, str | None], list[str]]:
     found: dict[str, str | None] = {"user": None, "item": None, "session": None}
     for role in found:
         exact = [name for name in names if name == f"{role}_id"]
-        found[role] = next(iter(exact + [name for name in names if _role_of(name) == role]), None)
+        likely = exact + [name for name in names if _role_of(name) == role]
+        repeated = [name for name in likely if sample[name].map(str).duplicated().any()]  # a row's own number is none
+        found[role] = next(iter(repeated + likely), None)
     times = _time_candidates(sample, names, notes)
     found["time"] = times[0] if times else None
     if found["user"] is not None:

@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 from pandas.api.extensions import ExtensionArray
 from pandas.api.types import infer_dtype, is_numeric_dtype, is_string_dtype
 
+from recbft.datasets.columns import whole_numbers_of
 from recbft.datasets.events import largest_exact
 from recbft.errors import UserError, shown
 
@@ -106,6 +108,15 @@ def _ready(index: pd.Index[Any]) -> pd.Index[Any]:
     """An index whose hash table is there: threads that ask pandas for it at once may find it half full."""
     index.get_indexer(index[:1])
     return index
+
+
+def joined_ids(ids: NDArray[Any], more: NDArray[Any]) -> NDArray[Any]:
+    """Ids and those that follow them, as whole numbers where all are the canonical texts of some."""
+    if ids.dtype != object and more.dtype == object:
+        more = whole_numbers_of(pa.array(more, pa.large_string())).to_numpy(zero_copy_only=False)
+    if ids.dtype == more.dtype:
+        return np.concatenate([ids, more])
+    return np.array([str(raw) for raw in (*ids.tolist(), *more.tolist())], dtype=object)
 
 
 def shown_id(raw: Any) -> str:

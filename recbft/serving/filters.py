@@ -99,12 +99,15 @@ def _by_user(name: str, vocabulary: Vocabulary, users: Sequence[Any], given: Map
             raise UserError(f"{name} names user {shown_id(user)} twice, as number and as text; give each user one list")
         named[text] = list(_ids(f"{name} of user {shown_id(user)}", ids))
     texts = [_text(user) for user in users]
-    if not any(text in named for text in texts):
-        such = f", such as {shown_id(next(iter(given)))}" if given else ""
+    if not any(text in named for text in texts) and (named or name == "candidates"):
+        # A refusal goes to the caller, a warning to the log of a service, which holds no ids of users.
+        first = [
+            f", such as {shown_id(some[0])}" if some and name == "candidates" else "" for some in (list(given), users)
+        ]
         _refuse_or_warn(
             name,
-            f"{name} names {len(named):,} users{such}, and none of the {len(users):,} users of the histories, such as "
-            f"{shown_id(users[0])}; give lists of item ids by user",
+            f"{name} names {len(named):,} users{first[0]}, and none of the {len(users):,} users of the histories"
+            f"{first[1]}; give lists of item ids by user",
         )
     lists = [named.get(text, ()) for text in texts]
     index = vocabulary.encode([raw for ids in lists for raw in ids])

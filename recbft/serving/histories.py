@@ -22,7 +22,7 @@ from recbft.datasets.event_numbers import read_reliabilities
 from recbft.datasets.events import USUAL_TIME, check_unit, in_unit, read_times
 from recbft.datasets.loading import CardFile, by_session, read_events
 from recbft.datasets.prepare import Preparation, kept_rows
-from recbft.datasets.row_order import time_columns, warn_if_out_of_order
+from recbft.datasets.row_order import steps_back, time_columns, warn_if_out_of_order
 from recbft.datasets.vocabulary import Vocabulary, canonical_text, shown_id
 from recbft.errors import ColdStartError, UserError, shown
 from recbft.models.contract import SequenceModel
@@ -157,28 +157,42 @@ def in_usual_columns(
     session: str | None = None,
     reliability: str | None = None,
 ) -> Any:
-    """A table whose columns have the names of a run's own data, with the usual names; what has those is unchanged."""
+    """A table whose columns have the names of a run's own data, with the usual names; any other is unchanged.
+
+    Each user's rows are sorted by the run's column of times where the table has it, equal times in row order.
+    """
     histories = as_frame(histories)
     if not isinstance(histories, pd.DataFrame):
         return histories
-    there = set(histories.columns)
+    there, is_timed = set(histories.columns), int((histories.columns == time).sum()) == 1
     who = by_session({"user": user, "session": session})
     own = {"user_id": who["user"] or "user_id", "item_id": item or "item_id"}
-    is_usual = session is None and {"user_id", "item_id"} <= there
     for usual, name in ((RELIABILITY, reliability), (USUAL_TIME, time)):
         if name in there and name != usual:
             histories = histories.assign(**{usual: histories[name]})
             there.add(usual)
-    own |= {RELIABILITY: RELIABILITY, USUAL_TIME: USUAL_TIME}
-    if is_usual or not {own["user_id"], own["item_id"]} <= there:
-        return histories
-    named = histories[[name for name in own.values() if name in there]].rename(
-        columns={name: usual for usual, name in own.items()}
-    )
-    if who["session"] not in there:
-        return named
-    texts = [histories[name].map(partial(canonical_text, name=name)) for name in (own["user_id"], who["session"])]
-    return named.assign(user_id=texts[0].str.cat(texts[1], sep="/"))  # as ``Events`` call them
+    is_usual = session is None and set(own) == set(own.values())
+    if not is_usual and set(own.values()) <= there:
+        taken = own | {RELIABILITY: RELIABILITY, USUAL_TIME: USUAL_TIME}
+        named = histories[[name for name in taken.values() if name in there]].rename(
+            columns={name: usual for usual, name in taken.items()}
+        )
+        if who["session"] in there:  # as ``Events`` call the users
+            parts = (own["user_id"], who["session"])
+            texts = [histories[name].map(partial(canonical_text, name=name)) for name in parts]
+            named = named.assign(user_id=texts[0].str.cat(texts[1], sep="/"))
+        histories = named
+    return _in_time_order(histories) if is_timed and "user_id" in histories else histories
+
+
+def _in_time_order(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows user by user, if any has an earlier time than the one before; unchanged where a time cannot be read."""
+    with suppress(UserError):
+        users = pd.factorize(frame["user_id"])[0]
+        if steps_back(users, column := _as_array(frame, USUAL_TIME)):
+            ticks, _ = read_times(column, USUAL_TIME, "the histories")
+            frame = frame.iloc[np.lexsort((ticks, users))]
+    return frame
 
 
 def as_list(

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recbft.datasets.content import ItemContent
+from recbft.datasets.columns import flat
+from recbft.datasets.content import Content, ItemContent
 from recbft.datasets.features import ItemFeatures
-from recbft.datasets.vocabulary import Vocabulary, shown_id
+from recbft.datasets.vocabulary import Vocabulary, joined_ids, shown_id
 from recbft.errors import UserError
 from recbft.models.backbone import Backbone
 from recbft.models.content_cosine import ContentCosine
@@ -68,7 +69,8 @@ def with_items(
         )
         return Grown(model, vocabulary, counts, 0, None)
     chosen = features.aligned(features.ids[new])
-    each = [own.matrix(columns.aligned(chosen.ids)) for own, columns in zip(transforms, read, strict=True)]
+    of_new = [columns.aligned(chosen.ids) for columns in read]
+    each = [own.matrix(columns) for own, columns in zip(transforms, of_new, strict=True)]
     unknown = ~np.any([content.known[1:] for content in each], axis=0)
     if unknown.any():
         warnings.warn(
@@ -76,10 +78,25 @@ def with_items(
             f"first {shown_id(chosen.ids[unknown][0])}; they stand where an item without features does",
             stacklevel=3,
         )
-    ids = [vocabulary.ids, chosen.ids]
-    if any(part.dtype == object for part in ids):
-        ids = [np.array([str(one) for one in part.tolist()], dtype=object) for part in ids]
-    longer = Vocabulary(np.concatenate(ids))
+    elif silent := {
+        name: value
+        for content, columns in zip(each, of_new, strict=True)
+        for name, value in _silent_columns(content, columns).items()
+    }:
+        name, value = next(iter(silent.items()))
+        warnings.warn(
+            f"{features.source}: the model knows no value that the new items have of {', '.join(map(repr, silent))} "
+            f"(of {name!r} such as {value!r}), so that these columns tell nothing of them; if they should, write the "
+            "values as in training",
+            stacklevel=3,
+        )
+    longer = Vocabulary(joined_ids(vocabulary.ids, chosen.ids))
+    if longer.ids.dtype != vocabulary.ids.dtype:
+        warnings.warn(
+            f"{features.source}: item ids were whole numbers in training, and some of the new ones are not, as "
+            f"{shown_id(max(chosen.ids.tolist(), key=_is_text))}: the ids in all answers are text now",
+            stacklevel=3,
+        )
     seen = torch.zeros(len(longer) + 1, dtype=torch.int64)
     if events is not None:
         index = longer.encode(list(events))
@@ -89,6 +106,22 @@ def with_items(
     contents = iter([torch.from_numpy(content.values[1:]) for content in each])
     grown = _grown(model, contents, seen[len(vocabulary) + 1 :])
     return Grown(grown, longer, torch.cat([counts, counts.new_zeros(len(new))]), len(new), chosen)
+
+
+def _silent_columns(content: Content, features: ItemFeatures) -> dict[str, Any]:
+    """The columns of which items have values, and none that is known; and the first value of each."""
+    found = {}
+    for name, block in content.blocks.items():
+        if name in features.kinds:
+            column = flat(features.table, name)
+            has_value = column.is_valid().to_numpy(zero_copy_only=False)
+            if has_value.any() and not content.values[1:, block].any():
+                found[name] = column[int(has_value.argmax())].as_py()
+    return found
+
+
+def _is_text(raw: Any) -> bool:
+    return not str(raw).isdecimal()
 
 
 def _places(model: Any, folder: Path, who: str = "this model") -> list[Path]:

@@ -11,9 +11,10 @@ from recbft.system.files import write_atomic
 
 CARD_FILE = "card.md"
 _LIMITS = """\
-It knows the items of its training data and no others. The figures above rank one held-out event of each user among all
-items, offline: they do not say what users do with the lists. The table says how much of the catalogue the lists show,
-how unevenly (Gini), and how often the items they show occur in training.
+It knows the items of its training data; new ones can be given to a model that was trained with item features alone.
+The figures above rank one held-out event of each user among all items, offline: they do not say what users do with the
+lists. The table says how much of the catalogue the lists show, how unevenly (Gini), and how often the items they show
+occur in training.
 """
 
 

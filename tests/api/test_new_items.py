@@ -158,3 +158,20 @@ def test_a_service_lists_new_items_and_those_of_another_day(fitted, tmp_path):
 def test_a_column_that_new_items_lack_is_told_of(fitted):
     with pytest.warns(UserWarning, match="no column 'title', which the model was trained with"):
         fitted.with_items(features(30, 32).drop(columns="title"))
+
+
+def test_columns_without_a_value_that_is_known_are_told_of(fitted):
+    with pytest.warns(UserWarning, match=r"no value that the new items have of 'genre' \(of 'genre' such as 'Drama'\)"):
+        fitted.with_items(features(30, 32).assign(genre="Drama"))
+
+
+def test_ids_stay_whole_numbers_unless_a_new_one_is_none():
+    log = events(np.random.default_rng(0)).assign(item_id=lambda frame: frame["item_id"].str[1:].astype(int))
+    known = features(0, 30).assign(item_id=range(30))
+    model = Recommender("content-cosine").fit(Dataset.from_frame(log, items=known))
+    assert model.with_items(known.head(1).assign(item_id="300")).item_vectors().items.tolist()[-1] == 300
+    with pytest.warns(
+        UserWarning, match="item ids were whole numbers in training, and some of the new ones are not, as"
+    ):
+        grown = model.with_items(known.head(2).assign(item_id=["300", "x"]))
+    assert grown.item_vectors().items.tolist()[-2:] == ["300", "x"]

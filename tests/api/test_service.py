@@ -12,6 +12,7 @@ import pytest
 from recbft import Dataset, Recommender
 from recbft.api import service as service_module
 from recbft.api.service import Limits, Service
+from recbft.datasets import ItemFeatures
 from recbft.errors import UserError
 from tests.serving.conftest import SMALL, dataset
 
@@ -148,6 +149,16 @@ def test_a_run_that_cannot_be_loaded_leaves_the_old_one(two_runs, link, tmp_path
     assert service.refresh() == "failed" and service.refresh() == "failed"
     shutil.copytree(two_runs[1] / "checkpoint", broken / "checkpoint")
     assert service.refresh() == "loaded" and service.named["run"] == "broken"
+
+
+def test_the_log_names_the_file_of_items_that_is_missing(tmp_path, dataset, caplog):
+    items = pd.DataFrame({"item_id": dataset.item_ids.astype(str), "kind": np.arange(dataset.num_items) % 3})
+    known = ItemFeatures.from_frame(items, kinds={"kind": "category"})
+    Recommender("content-cosine").fit(dataset.with_features(known), out=tmp_path / "run")
+    items.tail(1).assign(item_id=10**6).to_csv(tmp_path / "new.csv", index=False)
+    service = Service(tmp_path / "run", items=[tmp_path / "new.csv"])
+    (tmp_path / "new.csv").unlink()
+    assert service.refresh() == "failed" and "new.csv" in caplog.text and "no finished run" not in caplog.text
 
 
 def test_the_log_says_once_that_nothing_stands_there_to_load(two_runs, link, caplog):

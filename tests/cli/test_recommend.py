@@ -315,6 +315,8 @@ def test_histories_with_the_columns_of_the_run_s_data_are_read_as_those_were(cap
     assert lists("rows.csv") == lists("rows.csv", *ids)
     frame.rename(columns={"who": "user_id", "what": "item_id"}).to_csv(tmp_path / "usual.csv", index=False)
     assert lists("usual.csv") == lists("own.csv")
+    frame.assign(user_id=1, item_id=frame["what"].to_numpy()[::-1]).to_csv(tmp_path / "both.csv", index=False)
+    assert lists("both.csv") == lists("own.csv")
 
 
 def test_histories_of_the_ending_of_the_run_s_data_may_be_written_as_those_were(capsys, events, tmp_path):

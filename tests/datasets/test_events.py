@@ -344,6 +344,10 @@ def test_an_id_that_is_a_word_for_a_missing_one_is_kept_with_a_warning(tmp_path)
     assert {one.filename for one in found} == {__file__} and "None" in dataset.item_ids
     with pytest.warns(UserWarning, match="user id 'NULL' .3 events. is a word"):
         Dataset.from_frame(LOG.assign(user_id=["NULL"] * 3 + ["bob"] * 3))
+    with pytest.warns(
+        UserWarning, match=r"item id '8\.0' .3 events; 1 more like it. is text, and not the same id as the"
+    ):
+        Dataset.from_frame(LOG.assign(item_id=["8.0", "7.0"] * 3))
 
 
 def test_what_a_spreadsheet_has_rounded_is_warned_of():

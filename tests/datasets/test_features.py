@@ -190,7 +190,7 @@ def test_hashes_name_the_features_and_nothing_else_changes():
     assert (kept.content_hash, kept.target_hash) == (plain.content_hash, plain.target_hash)
 
 
-def test_the_hash_sees_values_and_kinds_not_order_or_types():
+def test_the_hash_sees_values_and_kinds_not_order_or_types(tmp_path):
     features = ItemFeatures.from_frame(movies())
     turned = movies().iloc[::-1, ::-1].assign(item_id=lambda frame: frame["item_id"].astype(str))
     assert ItemFeatures.from_frame(turned, kinds={"title": "words"}).hash == features.hash
@@ -198,6 +198,12 @@ def test_the_hash_sees_values_and_kinds_not_order_or_types():
     codes = [ItemFeatures.from_frame(pd.DataFrame({"item_id": [1, 2], "x": x}), kinds={"x": "category"}).hash
              for x in ([7, 8], ["7", "8"], [7.0, 8.0])]  # fmt: skip
     assert len(set(codes)) == 1
+    flags = pd.DataFrame({"item_id": [1, 2, 3], "x": [True, False, True], "y": [4.0, np.nan, 5.0]})
+    flags.to_csv(tmp_path / "flags.csv", index=False)
+    flags.to_parquet(tmp_path / "flags.parquet")
+    asked = {"x": "category", "y": "category"}
+    read = [ItemFeatures.read(tmp_path / f"flags.{end}", kinds=asked).hash for end in ("csv", "parquet")]
+    assert len({*read, ItemFeatures.from_frame(flags, kinds=asked).hash}) == 1
     changed = [
         movies().assign(year=[1995, 1995, 1967, np.nan, 1997]),
         movies().assign(tags=[["b"], [], None, ["c"], ["a"]]),

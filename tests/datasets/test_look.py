@@ -77,6 +77,12 @@ FILES = {
     "log.jsonl": (JSON, {"user": "customer", "item": "sku", "time": "when"}),
     "log.jsonl.gz": (JSON, {"user": "customer", "item": "sku", "time": "when"}),
     "visits.csv": (text(["user", "item"], ",", ["session_id", "item_id"]), {"session": "session_id"}),
+    "orders.csv": (
+        LOG.assign(row=range(len(LOG)))
+        .rename(columns={"row": "item_id", "user": "user_id", "item": "sku"})[["item_id", "user_id", "sku"]]
+        .to_csv(index=False),
+        {"item": "sku"},
+    ),
     "odd.tsv": (text(["user", "item"], "\t", ["none", "a: b"]), {"user": "none", "item": "a: b"}),
 }
 
@@ -163,6 +169,9 @@ def test_what_cannot_be_read_is_said(tmp_path):
     (tmp_path / "cut.jsonl").write_text(json.dumps({"a": 1}) + "\nnot JSON\n")
     with pytest.raises(UserError, match=r"cut\.jsonl: its columns are a, and a file of events has"):
         look(tmp_path / "cut.jsonl")
+    (tmp_path / "array.json").write_text(json.dumps([{"user_id": 1, "item_id": 2}]))
+    with pytest.raises(UserError, match=r"array\.json: none of its first lines is a JSON object"):
+        look(tmp_path / "array.json")
 
 
 @pytest.mark.parametrize("ending", [".csv", ".parquet", ".jsonl", ".item"])

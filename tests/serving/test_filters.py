@@ -65,7 +65,9 @@ def test_a_mapping_of_no_user_or_no_list_is_refused(how, message):
 
 
 def test_exclusions_without_effect_are_warned_of():
-    with pytest.warns(UserWarning, match="exclude names 1 users, such as 'f', and none of the 3 users") as told:
+    with pytest.warns(
+        UserWarning, match="exclude names 1 users, and none of the 3 users of the histories; give"
+    ) as told:
         recommend(Echo(), LETTERS, HISTORIES, 1, exclude={"f": ["a"]})
     with pytest.warns(UserWarning, match="none of the 1 excluded items is in the model's vocabulary") as more:
         recommend(Echo(), LETTERS, HISTORIES, 1, exclude={"ann": ["x"]})
@@ -73,4 +75,5 @@ def test_exclusions_without_effect_are_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         recommend(Echo(), LETTERS, HISTORIES, 1, exclude={"ann": []})
+        recommend(Echo(), LETTERS, HISTORIES, 1, exclude={})
         recommend(Echo(), LETTERS, HISTORIES, 1, exclude={"ann": ["b"], "dee": ["x"]})
