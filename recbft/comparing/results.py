@@ -301,20 +301,23 @@ def _keep(folder: Path, name: str, ending: str, ranks: bytes, taken: set[str]) -
 def _check_different_events(protocols: Sequence[dict[str, Any]]) -> None:
     """UserError where one file's events were prepared in two ways: their p-values are not independent.
 
-    Rows chosen by another ``where`` are other data. Of equal filters other content is another file of that size.
+    Rows chosen by two filters ``where`` are other data, those of one filter a part of all. Of equal filters other
+    content is another file of that size.
     """
-    seen: dict[str, dict[str, Any]] = {}
+    seen: dict[str, list[dict[str, Any]]] = {}
     for protocol in protocols:
         preparation = protocol.get("preparation", {})
         filters = dict(preparation.get("filters", {}))
-        events = repr((protocol["dataset"], preparation.get("before"), filters.pop("where", None)))
-        other = seen.setdefault(events, filters)
-        differ = sorted(key for key in filters.keys() | other.keys() if filters.get(key) != other.get(key))
-        if differ:
-            raise UserError(
-                f"two comparisons are on the events of {protocol['dataset']}, prepared with other {', '.join(differ)}; "
-                "pooled p-values must come from different data sets"
-            )
+        others = seen.setdefault(repr((protocol["dataset"], preparation.get("before"))), [])
+        for other in others:
+            differ = sorted(key for key in filters.keys() | other.keys() if filters.get(key) != other.get(key))
+            are_others = "where" in differ and None not in (filters.get("where"), other.get("where"))
+            if differ and not are_others:
+                raise UserError(
+                    f"two comparisons are on the events of {protocol['dataset']}, prepared with other "
+                    f"{', '.join(differ)}; pooled p-values must come from different data sets"
+                )
+        others.append(filters)
 
 
 def _left_out(there: set[tuple[str, str, str]], shared: set[tuple[str, str, str]]) -> list[str]:

@@ -103,11 +103,18 @@ def join(
     configs, models = [one.config for one in loaded], [one.model for one in loaded]
     _check_joinable(folders, configs, digests)
     config = _config_of(configs, ARMS[by])
-    if not isinstance(dataset, Dataset):
+    if isinstance(dataset, Dataset):
+        dataset = config.data.split_as_asked(dataset)
+    else:
         dataset = config.data.load_again(dataset, None if data_root is None else str(data_root))
     # Of features nothing is asked: what models read of them is among their weights.
     begun = {"content_hash": folders[0].protocol["content_hash"]}
     refuse_other_data(begun, dataset, f"{first} and {second} were trained", "give their data with -d")
+    if dataset.target_hash != folders[0].protocol["target_hash"]:
+        raise UserError(
+            f"data set {dataset.name!r} has the split {dataset.splitting.chosen()}, and {first} and {second} another: "
+            "targets of the one are training events of the other; give the data without a split of their own"
+        )
     listener = Silent() if progress is None else progress
     with memory_explained(config), run_settings(config.training) as device:
         began = time.monotonic()

@@ -146,8 +146,11 @@ def test_one_file_prepared_in_two_ways_is_not_pooled():
     cut = prepared("b", where=None, drop_last_events=1, k_core=5)
     with pytest.raises(UserError, match="on the events of instruments, prepared with other drop_last_events, k_core;"):
         pool([whole, on_data("games", 2), cut])
+    part = prepared("b", where="year>2000", drop_last_events=0, k_core=0)
+    with pytest.raises(UserError, match="on the events of instruments, prepared with other where;"):
+        pool([on_data("games", 2), part, whole])
+    assert len(pool([part, prepared("c", where="year<2000", drop_last_events=1, k_core=0)])["data"]) == 2
     for other in (
-        prepared("b", where="year>2000", drop_last_events=1, k_core=0),
         prepared("b", where=None, drop_last_events=0, k_core=0),
         prepared("b", (1429, 900, 10262), where=None, drop_last_events=1, k_core=0),
     ):

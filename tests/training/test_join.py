@@ -169,6 +169,17 @@ def test_what_cannot_be_joined_is_refused(runs, described, dataset, stopped, tmp
     assert not (tmp_path / "join").exists()
 
 
+def test_a_join_has_the_split_of_its_runs(dataset, tmp_path):
+    split = {"split": "global_time", "split_at": 0.6}
+    for seed in (0, 1):
+        one_run.train(config("matched", epochs=1, seed=seed, **split), tmp_path / f"{seed}", dataset=dataset)
+    made = join(tmp_path / "0", tmp_path / "1", tmp_path / "join", by="none", dataset=dataset)
+    assert made.protocol["target_hash"] == dataset.with_split(**split).target_hash != dataset.target_hash
+    pair = [one_run.train(config("matched", epochs=1, seed=n), tmp_path / f"plain{n}", dataset=dataset) for n in (0, 1)]
+    with pytest.raises(UserError, match=r"has the split .*global_time.*, and .*plain0 and .*plain1 another: tar"):
+        join(pair[0].path, pair[1].path, tmp_path / "no", dataset=dataset.with_split(**split))
+
+
 def test_a_join_never_takes_the_place_of_what_it_is_made_of(runs, described, tmp_path):
     copy = shutil.copytree(runs["ids"], tmp_path / "copy")
     with pytest.raises(UserError, match="holds a finished run"):
