@@ -269,7 +269,8 @@ class Session:
             warnings.warn(
                 f"in {named}, more than a fifth of the observation precisions are the largest allowed "
                 f"(core.lam_max {self.model.core.lam_max:g}), and tell no events apart: lists are as good, but their "
-                "precision says little (`recbft probe`); core.prior_variance=running avoids that",
+                "precision says little (`recbft probe`); with core.prior_variance=running nearly none are, and lists "
+                "are no better",
                 stacklevel=2,
             )
 
