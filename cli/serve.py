@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from functools import partial
@@ -119,7 +121,16 @@ def worker_app(run: Path, limits: Limits, items: Sequence[Path] = ()) -> Any:
         sys.exit(1)
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, lambda *_: service.ask_to_reload())
+    threading.Thread(target=_end_with_the_first_process, daemon=True).start()
     return make_app(service)
+
+
+def _end_with_the_first_process() -> None:
+    """Stop this worker when the process that started it is gone: nobody would replace it, or let go of the port."""
+    first = multiprocessing.parent_process()
+    if first is not None:
+        first.join()
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _hand_on(workers: Iterable[Any]) -> None:

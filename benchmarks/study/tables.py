@@ -158,21 +158,28 @@ def strongest(reports: Path) -> str:
 
 
 def against(reports: Path, file: str, metric: str = NDCG, baseline: str = DECAY) -> str:
-    """Every arm of a file, model by model and data set by data set, and what it differs by from a baseline."""
+    """Every arm of a file, model by model and data set by data set, and what it differs by from a baseline.
+
+    Of one pair of runs there is the difference alone.
+    """
     lines: list[tuple[list[str], SeedComparison | None, str]] = []
     for (model, data), own in read(reports / file).groupby(["model", "dataset"], sort=False):
         check_alike(own, f"{data} ({model})")
         arms = arms_of(own, told=[by_noise.DECAY])[1]
         for name, runs in arms.items():
-            lead = None if name == baseline else _lead(arms, name, baseline, metric)
+            pairs = [] if name == baseline else sorted(set(runs.index) & set(arms[baseline].index))
+            lead = _lead(arms, name, baseline, metric) if len(pairs) > 1 else None
             chosen = "" if lead is None else _bold(_lead(arms, name, baseline, VALIDATION))
             # Without what a section has, and what the page says of all filters.
             short = re.sub(r"(controllers\.\w+)=\{[^}]*\}|backbone\.absolute_positions=false,", r"\1", name)
             shown = [*_named((model, data)), f"`{short}`", str(len(runs)), _with_spread(runs[metric])]
+            if len(pairs) == 1:
+                each = [runs[one][pairs].mean() / arms[baseline][one][pairs].mean() - 1 for one in (metric, VALIDATION)]
+                shown, chosen = [*shown, f"{each[0]:+.1%}".replace("%", " %")], f"{100 * each[1]:+.1f}"
             lines.append((shown, lead, chosen))
     adjusted = iter(holm([lead.p_t for _, lead, _ in lines if lead is not None]))
     rows = [
-        [*shown, "", "", "", ""]
+        [*shown, *[""] * (8 - len(shown)), chosen]
         if lead is None
         else [*shown, percent_and_interval(lead), p_text(lead.p_t), p_text(next(adjusted)), chosen]
         for shown, lead, chosen in lines

@@ -104,7 +104,8 @@ def train_or_say(
         more = f" and {len(failed) - _NAMED_AT_MOST} more" if len(failed) > _NAMED_AT_MOST else ""
         raise RunError(
             f"{len(failed)} of {len(jobs)} runs failed ({names}{more}: {failed[0].reason}); what they said is in "
-            f"{out / 'queue'}; mend the cause and give the same command again"
+            f"{out / 'queue'}; mend the cause and give the same command again, or leave that arm out: what is finished "
+            "is kept"
         )
     for job in jobs:
         status(job, dataset)

@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,20 @@ def test_a_service_answers_while_its_run_changes_and_a_worker_is_killed(finished
         assert service.stop() == 0
         assert [line for line in service.log if "traceback" in line or line["level"] == "error"] == []
     assert sorted(os.listdir(tmp_path)) == ["current", "other"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="a system on which recbft serve is not for production")
+def test_workers_end_with_the_first_process_whatever_ended_it(finished):
+    pytest.importorskip("uvicorn")
+    pytest.importorskip("prometheus_client")
+    with running(finished, 1) as service:
+        service.process.kill()
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            try:
+                socket.create_connection(("127.0.0.1", service.port), timeout=5).close()
+            except OSError:
+                return
+            time.sleep(0.1)
+    pytest.fail("the port is still taken")
