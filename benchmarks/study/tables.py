@@ -96,6 +96,7 @@ SUMMARIES = {
     ),
     "probabilities": Summary(first="data, lists of ten from", num_rows=3, beside="calibration-error"),
     "mechanism": Summary(first="data"),
+    "at-cap": Summary(first="model, data"),
     "items": Summary(first="items are known by"),
     "new-items": Summary(first="HR@10 of targets"),
     "other-items": Summary(first="data, items are known by"),
