@@ -365,8 +365,8 @@ def test_each_position_has_its_share_of_the_loss(counts, scale, impl, pieces):
 
     exact = losses_and_gradients(dense, states.double(), weight.double(), target, counts)
     plain = losses_and_gradients(dense, states, weight, target, counts)
-    # Where logits are thousands, the last bit of one moves a probability by 1e-4, which a gradient multiplies by states of
-    # hundreds: sums in another order, as another processor takes them, differ by so much.
+    # Where logits are thousands, the last bit of one moves a probability by 1e-4, which a gradient multiplies by states
+    # of hundreds: sums in another order, as another processor takes them, differ by so much.
     slack = 1e-6 if scale == 1 else 2e-5
     for found in (with_shares(shares, impl), with_shares(shares, "reference")):
         assert_as_near_as(
