@@ -246,6 +246,7 @@ COMPUTED: Mapping[str, Callable[[Path], str]] = {
     "paper": partial(against, file="paper.csv"),
     "steered": partial(against, file="steered.csv"),
     "sensitivity": partial(against, file="sensitivity.csv", metric="ndcg@10 seen masked", baseline="bft"),
+    "off-cap": partial(against, file="off_cap.csv", metric="ndcg@10 seen masked", baseline="bft"),
     "filters": partial(against, file="filters.csv", metric="ndcg@10 seen masked", baseline=FILTER),
     "steps": steps,
     "checks": checks,
