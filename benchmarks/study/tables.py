@@ -175,8 +175,11 @@ def against(reports: Path, file: str, metric: str = NDCG, baseline: str = DECAY)
             short = re.sub(r"(controllers\.\w+)=\{[^}]*\}|backbone\.absolute_positions=false,", r"\1", name)
             shown = [*_named((model, data)), f"`{short}`", str(len(runs)), _with_spread(runs[metric])]
             if len(pairs) == 1:
-                each = [runs[one][pairs].mean() / arms[baseline][one][pairs].mean() - 1 for one in (metric, VALIDATION)]
-                shown, chosen = [*shown, f"{each[0]:+.1%}".replace("%", " %")], f"{100 * each[1]:+.1f}"
+                seed = pairs[0]
+                test, chosen = (
+                    f"{100 * (runs[one][seed] / arms[baseline][one][seed] - 1):+.1f}" for one in (metric, VALIDATION)
+                )
+                shown.append(f"{test} %")
             lines.append((shown, lead, chosen))
     adjusted = iter(holm([lead.p_t for _, lead, _ in lines if lead is not None]))
     rows = [

@@ -365,13 +365,12 @@ def test_each_position_has_its_share_of_the_loss(counts, scale, impl, pieces):
 
     exact = losses_and_gradients(dense, states.double(), weight.double(), target, counts)
     plain = losses_and_gradients(dense, states, weight, target, counts)
-    # Where logits are thousands, the last bit of one moves a probability by 1e-4, which a gradient multiplies by states
-    # of hundreds: sums in another order, as another processor takes them, differ by so much.
-    slack = 1e-6 if scale == 1 else 2e-5
-    for found in (with_shares(shares, impl), with_shares(shares, "reference")):
-        assert_as_near_as(
-            losses_and_gradients(found, states, weight, target, counts), plain, exact, slack=slack, least=scale * 30
-        )
+    for path in (impl, "reference"):
+        found = losses_and_gradients(with_shares(shares, path), states, weight, target, counts)
+        # Triton's forward and backward sum in other orders. Where logits are thousands, the last bit of one moves a
+        # probability by 1e-4, which a gradient multiplies by states of hundreds; how much shows, the processor decides.
+        slack = 2e-5 if path == "triton" and scale > 1 else 1e-6
+        assert_as_near_as(found, plain, exact, slack=slack, least=scale * 30)
 
 
 @FAST
